@@ -1,0 +1,1 @@
+"""Ray shells: pools, router, workers, placement. The only room that imports Ray."""

@@ -1,0 +1,1 @@
+"""The vocabulary of the fabric: types, keys, layouts, formats, errors. No input or output here."""

@@ -1,0 +1,1 @@
+"""Who holds what, where a request runs and from whom it pulls."""

@@ -1,0 +1,1 @@
+"""Where bytes live: host region, directory, tiers, peers, and the client of engines."""
