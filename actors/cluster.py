@@ -1,0 +1,84 @@
+"""A Ray cluster of several real raylets on this machine, for the demo, the tests and the benchmarks."""
+
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.cluster_utils import Cluster
+
+NODE_LABEL = "kvfabric/node"
+"""The label that says which of the fabric's nodes a raylet is."""
+OBJECT_STORE_BYTES = 80 << 20
+"""Ray's minimum is about 75 MB; no KV goes through the object store."""
+CPUS_PER_NODE = 8
+"""Logical: workers here are small, and the machine's cores are shared anyway."""
+
+HEALTH_CHECKS = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 500,
+    "health_check_failure_threshold": 3,
+}
+"""Ray's defaults notice a dead node after 16 s; these after about 2 s (measured)."""
+
+QUIET = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    "RAY_DEDUP_LOGS": "0",
+}
+"""Set before Ray starts. A token file in the user's home would otherwise turn authentication on."""
+
+
+@dataclass(slots=True)
+class LocalCluster:
+    """A started cluster and the raylet of each node."""
+
+    cluster: Cluster
+    raylets: dict[str, object]
+
+    def kill_node(self, node: str) -> None:
+        """End a node's raylet with SIGKILL; its workers and its pool die with it."""
+        self.cluster.remove_node(self.raylets.pop(node), allow_graceful=False)
+
+
+@contextlib.contextmanager
+def local_cluster(nodes: Sequence[str], namespace: str = "kvfabric") -> Iterator[LocalCluster]:
+    """Start one raylet per node, the first of them the head, and connect this process.
+
+    On exit everything is ended and the cluster's temporary folder is removed. Call
+    `netns.isolate_network` first if the cluster must not listen on the host's address.
+    """
+    os.environ.update(QUIET)
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    folder = tempfile.mkdtemp(prefix="kvf-")
+    cluster = Cluster()
+    raylets: dict[str, object] = {}
+    try:
+        for number, node in enumerate(nodes):
+            head = {"_system_config": HEALTH_CHECKS, "temp_dir": folder} if number == 0 else {}
+            raylets[node] = cluster.add_node(
+                num_cpus=CPUS_PER_NODE,
+                include_dashboard=False,
+                labels={NODE_LABEL: node},
+                object_store_memory=OBJECT_STORE_BYTES,
+                **head,
+            )
+        ray.init(
+            address=cluster.address,
+            namespace=namespace,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+        yield LocalCluster(cluster, raylets)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+        shutil.rmtree(Path(folder), ignore_errors=True)

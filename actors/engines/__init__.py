@@ -1,0 +1,1 @@
+"""Connectors for engines. They import without Ray."""

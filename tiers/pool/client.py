@@ -1,0 +1,399 @@
+"""What an engine process attaches to its node's pool with.
+
+Ownership. The client owns one socket to the pool and maps the pool's memory: the control file to
+read, the segments to read and write. Slots are written only between a granted `reserve` and its
+`commit` or `abort`, and read only between a `pin` and its `release`.
+
+Lifecycle. `attach` -> any number of calls -> `close`. A renewal thread keeps the leases alive. When
+the pool restarts, the next call attaches again by itself: what was committed is still there, what was
+reserved or pinned is lost (`LOST`).
+
+Failure. A pool that does not answer within `timeout_s` is `Unavailable`; the caller treats it as a
+miss. Loaded bytes are verified; corrupt ones are reported to the pool and are a MISS.
+
+Threading. Calls may come from several threads; they take turns on the socket.
+"""
+
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import zmq
+
+from ...fabric.checksum import checksum
+from ...fabric.clock import Clock, SystemClock
+from ...fabric.errors import (
+    Closed,
+    FabricError,
+    Malformed,
+    NamespaceMismatch,
+    Unavailable,
+    Unsupported,
+)
+from ...fabric.namespace import Namespace
+from ...fabric.types import (
+    Chunk,
+    ChunkKey,
+    Committed,
+    Lookup,
+    NamespaceId,
+    Released,
+    Reserved,
+    SlotRef,
+    SourceRange,
+)
+from ...fabric.wire import (
+    Abort,
+    Attach,
+    Attached,
+    Commit,
+    CommitReply,
+    Detach,
+    Drop,
+    GroupGeometry,
+    Message,
+    Pin,
+    PinReply,
+    Refused,
+    Release,
+    ReleaseReply,
+    Renew,
+    Reserve,
+    ReserveReply,
+    SourceRangeWire,
+    Stale,
+    StatsAsk,
+    StatsReply,
+    decode,
+    encode,
+)
+from .copy import Copier, copy_summed
+from .process import this_process
+from .reader import LookupResult, TableReader
+from .region import RegionView
+
+RENEWALS_PER_LEASE = 3
+"""So that one lost renewal, or one slow answer, ends no lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load brought, chunk by chunk."""
+
+    statuses: tuple[Lookup, ...]
+    """HIT: verified and handed over. Anything else: recompute."""
+    origins: tuple[str, ...]
+    """"host", a tier's name, or "peer"; empty for a chunk that did not come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a store did, chunk by chunk."""
+
+    reserved: tuple[Reserved, ...]
+    committed: int
+    """How many chunks this call published."""
+
+
+class PoolClient:
+    """A client of one pool, for one namespace. Make it with `attach`."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        namespace: Namespace,
+        groups: Sequence[GroupGeometry],
+        clock: Clock | None = None,
+        timeout_s: float = 2.0,
+    ) -> None:
+        self.endpoint = endpoint
+        self.namespace = namespace
+        self.groups = {group.group: group for group in groups}
+        self.clock = clock or SystemClock()
+        self.timeout_s = timeout_s
+        self.client = uuid.uuid4().hex
+        self.copier = Copier()
+        self._turn = threading.Lock()
+        self._closed = threading.Event()
+        self._context = zmq.Context()
+        self._socket = self._connect()
+        self._request = 0
+        self._epoch = 0
+        self.node = ""
+        self.namespace_id = NamespaceId(b"")
+        self._region: RegionView | None = None
+        self._reader: TableReader | None = None
+        with self._turn:
+            lease_s = self._attach_locked()
+        self._renewer = threading.Thread(
+            target=self._renew_leases, args=(lease_s,), name="kvfabric-renew", daemon=True
+        )
+        self._renewer.start()
+
+    @classmethod
+    def attach(
+        cls,
+        endpoint: str,
+        namespace: Namespace,
+        groups: Sequence[GroupGeometry],
+        clock: Clock | None = None,
+        timeout_s: float = 2.0,
+    ) -> "PoolClient":
+        """Attach to the pool at `endpoint` (`ipc://...`).
+
+        Raises `NamespaceMismatch` or `Unsupported`, naming the field, if the pool refuses, and
+        `Unavailable` if it does not answer.
+        """
+        return cls(endpoint, namespace, groups, clock, timeout_s)
+
+    def lookup(self, keys: Sequence[bytes]) -> LookupResult:
+        """Ask the shared index which chunks are here; no message is sent. A hint: `pin` decides."""
+        return self._mapped()[1].lookup(self.namespace_id, keys)
+
+    def view(self, ref: SlotRef, length: int) -> memoryview:
+        """Return the bytes of a slot that this client has reserved or pinned."""
+        return self._mapped()[0].view(ref.slot, length)
+
+    def reserve(
+        self, keys: Sequence[ChunkKey], depths: Sequence[int]
+    ) -> list[tuple[Reserved, SlotRef]]:
+        """Ask for slots to write; see `fabric.wire.Reserve`."""
+        reply = self._ask(Reserve(self.namespace_id, list(keys), list(depths)), ReserveReply)
+        refs = _refs(reply.slots, reply.generations)
+        return list(zip(reply.statuses, refs, strict=True))
+
+    def commit(self, refs: Sequence[SlotRef], checksums: Sequence[int]) -> list[Committed]:
+        """Publish written slots under their checksums."""
+        body = Commit(*_columns(refs), list(checksums))
+        return self._ask(body, CommitReply).statuses
+
+    def abort(self, refs: Sequence[SlotRef]) -> None:
+        """Give back slots that will not be written any more."""
+        self._send(Abort(*_columns(refs)))
+
+    def pin(
+        self,
+        keys: Sequence[ChunkKey],
+        wait_s: float = 0.0,
+        sources: Iterable[SourceRange] = (),
+    ) -> list[tuple[Lookup, Chunk, str]]:
+        """Pin chunks for reading: status, chunk and origin for each key; see `fabric.wire.Pin`."""
+        wire = [SourceRangeWire(s.node, s.endpoint, s.start, s.count) for s in sources]
+        reply = self._ask(
+            Pin(self.namespace_id, list(keys), wait_s, wire), PinReply, self.timeout_s + wait_s
+        )
+        chunks = [
+            Chunk(key, ref, self._length(key), summed)
+            for key, ref, summed in zip(
+                keys, _refs(reply.slots, reply.generations), reply.checksums, strict=True
+            )
+        ]
+        return list(zip(reply.statuses, chunks, reply.origins, strict=True))
+
+    def release(self, refs: Sequence[SlotRef]) -> list[Released]:
+        """Give pins back; says of each whether it held until now."""
+        return self._ask(Release(*_columns(refs)), ReleaseReply).statuses
+
+    def store(
+        self,
+        keys: Sequence[ChunkKey],
+        depths: Sequence[int],
+        fill: Callable[[int, memoryview], int],
+    ) -> Stored:
+        """Reserve, fill and publish.
+
+        `fill(index, slot)` writes the chunk of `keys[index]` into the slot and returns its checksum;
+        it is called on the copier's threads, only for chunks that the pool lacks.
+        """
+        got = self.reserve(keys, depths)
+        granted = [i for i, (status, _) in enumerate(got) if status is Reserved.GRANTED]
+        refs = [got[i][1] for i in granted]
+        if not refs:
+            return Stored(tuple(status for status, _ in got), 0)
+        try:
+            sums = self.copier.map(
+                lambda n: fill(granted[n], self.view(refs[n], self._length(keys[granted[n]]))),
+                len(granted),
+            )
+        except BaseException:
+            self.abort(refs)
+            raise
+        statuses = self.commit(refs, sums)
+        lost = [r for r, s in zip(refs, statuses, strict=True) if s is Committed.LOST]
+        if lost:
+            self.abort(lost)
+        return Stored(tuple(status for status, _ in got), len(refs) - len(lost))
+
+    def store_bytes(
+        self, keys: Sequence[ChunkKey], depths: Sequence[int], chunks: Sequence[memoryview]
+    ) -> Stored:
+        """Store chunks that lie in the caller's memory."""
+        return self.store(keys, depths, lambda index, slot: copy_summed(slot, chunks[index]))
+
+    def load(
+        self,
+        keys: Sequence[ChunkKey],
+        drain: Callable[[int, memoryview, int], int],
+        wait_s: float = 0.0,
+        sources: Iterable[SourceRange] = (),
+    ) -> Loaded:
+        """Pin, verify, hand over, release.
+
+        `drain(index, slot, checksum)` takes the bytes of `keys[index]` and returns the checksum of
+        what it took, or calls `fabric.checksum.checksum` on the slot before it reads it. It is called
+        on the copier's threads. A chunk whose checksum differs is reported and is a MISS; so is one
+        whose pin was lost before the end.
+        """
+        pinned = self.pin(keys, wait_s, sources)
+        held = [i for i, (status, _, _) in enumerate(pinned) if status is Lookup.HIT]
+        statuses = [status for status, _, _ in pinned]
+        try:
+            sums = self.copier.map(lambda n: self._drain(pinned[held[n]][1], held[n], drain), len(held))
+        finally:
+            released = self.release([pinned[i][1].slot for i in held]) if held else []
+        corrupt: list[SlotRef] = []
+        for index, summed, kept in zip(held, sums, released, strict=True):
+            chunk = pinned[index][1]
+            if kept is Released.LOST:
+                statuses[index] = Lookup.MISS
+            elif summed != chunk.checksum:
+                statuses[index] = Lookup.MISS
+                corrupt.append(chunk.slot)
+        if corrupt:
+            self._send(Drop(*_columns(corrupt)))
+        origins = (o if s is Lookup.HIT else "" for s, (_, _, o) in zip(statuses, pinned, strict=True))
+        return Loaded(tuple(statuses), tuple(origins))
+
+    def load_bytes(
+        self,
+        keys: Sequence[ChunkKey],
+        into: Sequence[memoryview],
+        wait_s: float = 0.0,
+        sources: Iterable[SourceRange] = (),
+    ) -> Loaded:
+        """Load chunks into the caller's memory; a target whose status is not HIT holds garbage."""
+        return self.load(
+            keys, lambda index, slot, _sum: copy_summed(into[index], slot), wait_s, sources
+        )
+
+    def stats(self) -> dict[str, float]:
+        """Return the pool's gauges and counts."""
+        return self._ask(StatsAsk(), StatsReply).values
+
+    def close(self) -> None:
+        """Say goodbye and let go of everything. Safe to call twice."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._renewer.join()
+        with self._turn:
+            self._socket.send(encode(self._epoch, 0, Detach()))
+            self._socket.close(linger=100)
+            self._context.term()
+            if self._region is not None:
+                self._reader = None
+                self._region.close()
+        self.copier.close()
+
+    def __enter__(self) -> "PoolClient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _drain(self, chunk: Chunk, index: int, drain: Callable[[int, memoryview, int], int]) -> int:
+        return drain(index, self.view(chunk.slot, chunk.length_bytes), chunk.checksum)
+
+    def _length(self, key: ChunkKey) -> int:
+        group = self.groups.get(int.from_bytes(key[-4:], "big"))
+        if group is None:
+            raise Malformed("key", f"cache group {key[-4:].hex()} was not named at attach")
+        return group.chunk_bytes
+
+    def _mapped(self) -> tuple[RegionView, TableReader]:
+        region, reader = self._region, self._reader
+        if region is None or reader is None or self._closed.is_set():
+            raise Closed("the pool client")
+        return region, reader
+
+    def _connect(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(self.endpoint)
+        return socket
+
+    def _attach_locked(self) -> float:
+        pid, pid_started = this_process()
+        body = Attach(
+            self.client, pid, pid_started, self.namespace.fields(), list(self.groups.values())
+        )
+        epoch, reply = self._exchange(body, self.timeout_s)
+        if isinstance(reply, Refused):
+            if reply.field in self.namespace.fields() or reply.field == "groups":
+                raise NamespaceMismatch(reply.field, reply.ours, reply.theirs)
+            raise Unsupported(reply.field, reply.theirs, reply.ours)
+        if not isinstance(reply, Attached):
+            raise Malformed("attach", f"the pool answered {type(reply).__name__}")
+        self._epoch = epoch
+        self.node = reply.node
+        self.namespace_id = NamespaceId(reply.namespace_id)
+        if self._region is None:
+            self._region = RegionView.attach(
+                reply.control_path, reply.segment_paths, reply.slot_bytes
+            )
+            self._reader = TableReader(self._region.control)
+        return reply.lease_s
+
+    def _ask(self, body: Message, expected: type[R], timeout_s: float | None = None) -> R:
+        reply = self._send(body, timeout_s)
+        if not isinstance(reply, expected):
+            raise Malformed(type(body).__name__, f"the pool answered {type(reply).__name__}")
+        return reply
+
+    def _send(self, body: Message, timeout_s: float | None = None) -> Message:
+        if self._closed.is_set():
+            raise Closed("the pool client")
+        wait_s = self.timeout_s if timeout_s is None else timeout_s
+        with self._turn:
+            _, reply = self._exchange(body, wait_s)
+            if isinstance(reply, Stale):
+                self._attach_locked()
+                _, reply = self._exchange(body, wait_s)
+        if isinstance(reply, Refused):
+            raise Unsupported(reply.field, reply.ours, reply.theirs)
+        return reply
+
+    def _exchange(self, body: Message, wait_s: float) -> tuple[int, Message]:
+        """Send one message and wait for its answer; late answers to older ones are thrown away."""
+        self._request += 1
+        self._socket.send(encode(self._epoch, self._request, body))
+        deadline_s = self.clock.now_s() + wait_s
+        while (left_s := deadline_s - self.clock.now_s()) > 0:
+            if self._socket.poll(int(left_s * 1000) + 1):
+                envelope = decode(self._socket.recv())
+                if envelope.request in (self._request, 0):
+                    return envelope.epoch, envelope.body
+        raise Unavailable(
+            f"the pool at {self.endpoint}", wait_s, "Recompute; it is restarting or overloaded."
+        )
+
+    def _renew_leases(self, lease_s: float) -> None:
+        while not self._closed.wait(lease_s / RENEWALS_PER_LEASE):
+            try:
+                self._send(Renew())
+            except FabricError:
+                continue
+
+
+def _columns(refs: Sequence[SlotRef]) -> tuple[list[int], list[int]]:
+    return [ref.slot for ref in refs], [ref.generation for ref in refs]
+
+
+def _refs(slots: Sequence[int], generations: Sequence[int]) -> list[SlotRef]:
+    return [SlotRef(*pair) for pair in zip(slots, generations, strict=True)]
+
+
+__all__ = ["Loaded", "PoolClient", "Stored", "checksum"]

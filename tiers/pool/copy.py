@@ -1,0 +1,51 @@
+"""Copies between a client's buffers and slots, with the checksum taken on the way.
+
+A tile is copied and then summed while it is still in the core's cache, so that the sum costs a
+fraction of a second pass. Tiles are shared out to a few threads: the copy and the sum both let go of
+the GIL.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from ...fabric.checksum import PIECE_BYTES, combine_pieces, piece_digests
+
+TILE_BYTES = 4 * PIECE_BYTES
+"""Fits a core's second-level cache (1 MiB or more on servers) with room to spare, and is long enough
+that the interpreter's cost per tile, about 3 us, is a few percent."""
+THREADS = 2
+"""A pool's host has more cores, but they are the engine's; two fill a memory channel pair."""
+
+
+def copy_summed(target: memoryview, source: memoryview) -> int:
+    """Copy `source` over `target` (equal length, contiguous) and return its checksum."""
+    into, out_of = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
+    digests: list[bytes] = []
+    for start in range(0, source.nbytes, TILE_BYTES):
+        end = start + TILE_BYTES
+        np.copyto(into[start:end], out_of[start:end])
+        digests.append(piece_digests(target[start:end]))
+    return combine_pieces(b"".join(digests))
+
+
+class Copier:
+    """Runs one function over many chunks on a few threads."""
+
+    def __init__(self, threads: int = THREADS) -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvfabric-copy")
+
+    def map(self, work: Callable[[int], int], count: int) -> list[int]:
+        """Return `[work(0), ..., work(count - 1)]`; the order of execution is free."""
+        if count <= 1:
+            return [work(index) for index in range(count)]
+        return list(self._threads.map(work, range(count)))
+
+    def copy(self, targets: Sequence[memoryview], sources: Sequence[memoryview]) -> list[int]:
+        """Copy each source over its target and return the checksums of what was copied."""
+        return self.map(lambda index: copy_summed(targets[index], sources[index]), len(targets))
+
+    def close(self) -> None:
+        """Stop the threads when they are idle."""
+        self._threads.shutdown(wait=True)

@@ -1,0 +1,284 @@
+"""The pool without sockets: messages and results in, frames to send out.
+
+Ownership. The core owns the directory, the tiers and the table of who waits for what. The shell
+(`server`) owns sockets, the process and the region's files; it hands in every frame, lets time pass
+with `tick`, and sends what `take_actions` returns. The simulation is another such shell.
+
+Failure. A message that cannot be carried out is answered (`Refused`, `Stale`, or a status for each
+chunk), never dropped in silence, except from a stranger who did not attach: that gets `Stale`.
+
+Threading. One thread calls everything.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...fabric.clock import Clock
+from ...fabric.errors import FabricError, Malformed, NamespaceMismatch, Unsupported
+from ...fabric.metrics import Recorder
+from ...fabric.types import ChunkKey, Committed, Lookup, NamespaceId, Released, SlotRef
+from ...fabric.wire import (
+    BATCH_CHUNKS_MAX,
+    Abort,
+    Attach,
+    Attached,
+    Body,
+    Commit,
+    CommitReply,
+    Detach,
+    Drop,
+    Envelope,
+    Ok,
+    Pin,
+    PinReply,
+    Refused,
+    Release,
+    ReleaseReply,
+    Renew,
+    Reserve,
+    ReserveReply,
+    Stale,
+    StatsAsk,
+    StatsReply,
+    decode,
+    encode,
+)
+from .directory import Directory
+from .fetcher import Fetcher
+from .sessions import Namespaces, Session
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A frame for a client."""
+
+    identity: bytes
+    frame: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlace:
+    """What a client is told at attach about where the pool's memory is."""
+
+    node: str
+    control_path: str
+    segment_paths: tuple[str, ...]
+    slot_bytes: int
+    lease_s: float
+
+
+class ClientCore:
+    """Answers the clients of one pool."""
+
+    def __init__(
+        self,
+        place: PoolPlace,
+        directory: Directory,
+        fetcher: Fetcher,
+        recorder: Recorder,
+        clock: Clock,
+    ) -> None:
+        self.place = place
+        self.directory = directory
+        self.fetcher = fetcher
+        self.recorder = recorder
+        self.clock = clock
+        self.epoch = directory.epoch
+        self.namespaces = Namespaces(place.slot_bytes)
+        self.sessions: dict[bytes, Session] = {}
+        self._replies: list[Reply] = []
+        self._handlers: dict[type[Body], Callable[[Session, int, Body], Body | None]] = {
+            Reserve: self._reserve,
+            Commit: self._commit,
+            Abort: self._abort,
+            Pin: self._pin,
+            Release: self._release,
+            Drop: self._drop,
+            Renew: self._renew,
+            StatsAsk: self._stats,
+            Detach: self._detach,
+        }
+
+    def on_frame(self, identity: bytes, frame: bytes | memoryview) -> None:
+        """Take a frame from the client that speaks on `identity`."""
+        try:
+            envelope = decode(frame)
+        except Malformed as error:
+            self.recorder.count("kvfabric_messages_malformed", 1)
+            self._reply(identity, 0, Refused("message", "", error.problem))
+            return
+        answer = self._answer(identity, envelope)
+        if answer is not None:
+            self._reply(identity, envelope.request, answer)
+
+    def tick(self) -> None:
+        """Let time pass: leases end, and waiting requests are answered."""
+        now_s = self.clock.now_s()
+        for owner in self.directory.expire(now_s):
+            self.recorder.count("kvfabric_leases_expired", 1)
+            self.fetcher.writers_changed()
+            if all(session.client != owner for session in self.sessions.values()):
+                self.directory.owner_gone(owner)
+        for identity, request, reply in self.fetcher.take_answers(now_s):
+            self._count_lookups(reply)
+            self._reply(identity, request, reply)
+
+    def process_gone(self, pid: int, pid_started: int) -> None:
+        """A client's process has ended: nothing of it can write any more."""
+        for identity, session in list(self.sessions.items()):
+            if (session.pid, session.pid_started) == (pid, pid_started):
+                self._forget(identity, session)
+        self.directory.process_gone(pid, pid_started)
+        self.fetcher.writers_changed()
+
+    def take_replies(self) -> Sequence[Reply]:
+        """Return the frames to send since the last call."""
+        replies, self._replies = self._replies, []
+        return replies
+
+    def processes(self) -> set[tuple[int, int]]:
+        """Return pid and start time of every attached process."""
+        return {(session.pid, session.pid_started) for session in self.sessions.values()}
+
+    def _reply(self, identity: bytes, request: int, body: Body) -> None:
+        self._replies.append(Reply(identity, encode(self.epoch, request, body)))  # pyright: ignore[reportArgumentType] (every answer is a Message)
+
+    def _answer(self, identity: bytes, envelope: Envelope) -> Body | None:
+        body = envelope.body
+        if isinstance(body, Attach):
+            return self._attach(identity, body)
+        session = self.sessions.get(identity)
+        if session is None or envelope.epoch != self.epoch:
+            return Stale()
+        handler = self._handlers.get(type(body))
+        if handler is None:
+            return Refused("message", "a client's request", type(body).__name__)
+        self.directory.renew(session.client, self.clock.now_s())
+        try:
+            return handler(session, envelope.request, body)
+        except FabricError as error:
+            return Refused(type(error).__name__, "", str(error))
+
+    def _attach(self, identity: bytes, attach: Attach) -> Body:
+        try:
+            namespace, retired = self.namespaces.admit(attach)
+        except NamespaceMismatch as error:
+            return Refused(error.field, error.ours, error.theirs)
+        except Unsupported as error:
+            return Refused(error.field, error.remedy, error.value)
+        for old in retired:
+            self.directory.retire(old)
+        session = Session(identity, attach.client, attach.pid, attach.pid_started, namespace)
+        self.sessions[identity] = session
+        self.directory.open_owner(
+            attach.client,
+            self.place.lease_s,
+            attach.pid,
+            attach.pid_started,
+            self.clock.now_s(),
+        )
+        return Attached(
+            self.place.node,
+            namespace,
+            self.place.control_path,
+            list(self.place.segment_paths),
+            self.place.slot_bytes,
+            self.place.lease_s,
+        )
+
+    def _forget(self, identity: bytes, session: Session) -> None:
+        del self.sessions[identity]
+        self.fetcher.leave(identity)
+        self.directory.owner_gone(session.client)
+
+    def _reserve(self, session: Session, _request: int, body: Body) -> Body | None:
+        assert isinstance(body, Reserve)
+        keys = _keys(body.keys, len(body.depths))
+        lengths = [self._length(session.namespace, key) for key in keys]
+        got = self.directory.reserve(
+            session.client, session.namespace, keys, body.depths, lengths, self.clock.now_s()
+        )
+        return ReserveReply(
+            [one.status for one in got],
+            [one.slot.slot for one in got],
+            [one.slot.generation for one in got],
+        )
+
+    def _length(self, namespace: NamespaceId, key: ChunkKey) -> int:
+        group = int.from_bytes(key[-4:], "big")
+        length = self.namespaces.chunk_bytes(namespace, group)
+        if length is None:
+            raise Malformed("reserve", f"cache group {group} was not named at attach")
+        return length
+
+    def _commit(self, session: Session, _request: int, body: Body) -> Body | None:
+        assert isinstance(body, Commit)
+        refs = _refs(body.slots, body.generations, len(body.checksums))
+        statuses = self.directory.commit(
+            session.client, refs, body.checksums, self.clock.now_s()
+        )
+        ready = [ref for ref, s in zip(refs, statuses, strict=True) if s is Committed.READY]
+        self.recorder.count("kvfabric_chunks_committed", len(ready))
+        self.fetcher.cascade(session.namespace, ready)
+        self.fetcher.writers_changed()
+        return CommitReply(list(statuses))
+
+    def _abort(self, session: Session, _request: int, body: Body) -> Body | None:
+        assert isinstance(body, Abort)
+        self.directory.abort(session.client, _refs(body.slots, body.generations))
+        self.fetcher.writers_changed()
+        return Ok()
+
+    def _pin(self, session: Session, request: int, body: Body) -> Body | None:
+        assert isinstance(body, Pin)
+        reply = self.fetcher.pin(session, request, _keys(body.keys), body.wait_s, body.sources)
+        if reply is not None:
+            self._count_lookups(reply)
+        return reply
+
+    def _count_lookups(self, reply: PinReply) -> None:
+        for status in Lookup:
+            number = reply.statuses.count(status)
+            if number:
+                self.recorder.count("kvfabric_lookups", number, outcome=status.name.lower())
+
+    def _release(self, session: Session, _request: int, body: Body) -> Body | None:
+        assert isinstance(body, Release)
+        refs = _refs(body.slots, body.generations)
+        released = self.directory.release(session.client, refs, self.clock.now_s())
+        self.recorder.count("kvfabric_pins_lost", sum(r is Released.LOST for r in released))
+        return ReleaseReply(list(released))
+
+    def _drop(self, _session: Session, _request: int, body: Body) -> Body | None:
+        assert isinstance(body, Drop)
+        refs = _refs(body.slots, body.generations)
+        self.recorder.count("kvfabric_checksum_failures", len(refs), path="host")
+        self.directory.drop(refs)
+        return Ok()
+
+    def _renew(self, _session: Session, _request: int, _body: Body) -> Body | None:
+        return Ok()
+
+    def _stats(self, _session: Session, _request: int, _body: Body) -> Body | None:
+        return StatsReply(self.fetcher.stats())
+
+    def _detach(self, session: Session, _request: int, _body: Body) -> Body | None:
+        self._forget(session.identity, session)
+        return Ok()
+
+
+def _keys(keys: Sequence[bytes], expected: int | None = None) -> list[ChunkKey]:
+    if len(keys) > BATCH_CHUNKS_MAX or (expected is not None and expected != len(keys)):
+        raise Malformed("message", f"{len(keys)} keys, {expected} depths")
+    for key in keys:
+        if len(key) not in (20, 36):
+            raise Malformed("key", f"{len(key)} bytes, neither 20 nor 36")
+    return [ChunkKey(key) for key in keys]
+
+
+def _refs(
+    slots: Sequence[int], generations: Sequence[int], expected: int | None = None
+) -> list[SlotRef]:
+    if len(slots) != len(generations) or (expected is not None and expected != len(slots)):
+        raise Malformed("message", f"{len(slots)} slots, {len(generations)} generations")
+    return [SlotRef(*pair) for pair in zip(slots, generations, strict=True)]

@@ -1,0 +1,121 @@
+"""What the pool is fetching, and who waits for it.
+
+One `Wanted` exists for each chunk that somebody waits for, however many wait: one promotion serves
+them all. A `Waiter` is one client's request; it is answered when all its chunks are decided or its
+deadline passes, whichever comes first. Values and bookkeeping only; `core` decides and acts.
+"""
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from ...fabric.types import Chunk, ChunkKey, Lookup, NamespaceId, SlotRef, SourceRange
+from .sessions import Session
+
+NO_CHUNK = Chunk(ChunkKey(b""), SlotRef(0, 0), 0, 0)
+"""Stands in an answer where there is no chunk."""
+
+
+class Stage(IntEnum):
+    """What a wanted chunk is waiting for."""
+
+    UNDECIDED = 0
+    WRITER = 1
+    """Another client is writing it."""
+    TIER_ANSWER = 2
+    """A tier does not know yet whether it has it."""
+    TIER_LOAD = 3
+    PEER_PULL = 4
+
+
+@dataclass(slots=True)
+class Entry:
+    """One chunk's part of an answer."""
+
+    status: Lookup
+    chunk: Chunk
+    origin: str
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A client's request that could not be answered at once."""
+
+    session: Session
+    request: int
+    entries: list[Entry]
+    undecided: int
+    deadline_s: float
+    answered: bool = False
+
+    def decide(self, index: int, status: Lookup, chunk: Chunk, origin: str) -> None:
+        """Settle one chunk. Settling it again changes nothing."""
+        entry = self.entries[index]
+        if entry.status is not Lookup.PENDING:
+            return
+        entry.status, entry.chunk, entry.origin = status, chunk, origin
+        self.undecided -= 1
+
+
+@dataclass(slots=True, eq=False)
+class Wanted:
+    """A chunk that is being fetched."""
+
+    namespace: NamespaceId
+    key: ChunkKey
+    stage: Stage = Stage.UNDECIDED
+    waiting: list[tuple[Waiter, int]] = field(default_factory=list[tuple[Waiter, int]])
+    sources: list[SourceRange] = field(default_factory=list[SourceRange])
+    """Peers to ask, in order, those not asked yet."""
+    tiers_asked: int = 0
+    """How many of the pool's tiers, in order, have said no or failed."""
+    busy: bool = False
+    """Somebody has it and there was no room: the answer is BUSY rather than MISS."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether anybody still waits."""
+        return any(not waiter.answered for waiter, _ in self.waiting)
+
+
+WANTED_MAX = 65_536
+"""Chunks being fetched at once: a million tokens of 16. Beyond it the answer is BUSY."""
+WAITERS_MAX = 4_096
+"""Requests waiting at once; an engine rarely has more than a few hundred."""
+
+
+class Fetches:
+    """All chunks being fetched and all requests waiting for them."""
+
+    def __init__(self) -> None:
+        self.wanted: dict[tuple[NamespaceId, ChunkKey], Wanted] = {}
+        self.waiters: list[Waiter] = []
+
+    def join(self, waiter: Waiter, index: int, wanted: Wanted) -> None:
+        """Let a waiter wait for a chunk."""
+        wanted.waiting.append((waiter, index))
+
+    def in_stage(self, stage: Stage) -> list[Wanted]:
+        """Return the chunks in a stage."""
+        return [wanted for wanted in self.wanted.values() if wanted.stage is stage]
+
+    def overdue(self, now_s: float) -> list[Waiter]:
+        """Return the waiters whose time is up or whose chunks are all decided."""
+        return [w for w in self.waiters if w.undecided == 0 or w.deadline_s <= now_s]
+
+    def remove(self, waiter: Waiter) -> None:
+        """Forget an answered waiter and the undecided chunks that nobody waits for any more."""
+        waiter.answered = True
+        self.waiters.remove(waiter)
+        idle = (Stage.UNDECIDED, Stage.WRITER, Stage.TIER_ANSWER)
+        for address, wanted in list(self.wanted.items()):
+            if wanted.stage in idle and not wanted.alive:
+                del self.wanted[address]
+
+    def leave(self, identity: bytes) -> None:
+        """Forget the waiters of a client that is gone."""
+        for waiter in [w for w in self.waiters if w.session.identity == identity]:
+            self.remove(waiter)
+
+    def next_deadline_s(self) -> float:
+        """Return when the next waiter must be answered; infinity if none waits."""
+        return min((waiter.deadline_s for waiter in self.waiters), default=float("inf"))

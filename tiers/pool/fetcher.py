@@ -1,0 +1,478 @@
+"""Gets chunks that clients ask for into the host region, and copies new ones down to the tiers.
+
+For each chunk: the host first, then the tiers in configured order, then the peers that the request
+names. The first that has it serves it; whoever fails is not asked again for that request. Every
+request is answered by its deadline, and what is still under way then goes on for later ones.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...fabric.clock import Clock
+from ...fabric.metrics import Recorder
+from ...fabric.types import (
+    ChunkKey,
+    Committed,
+    Lookup,
+    NamespaceId,
+    Reserved,
+    SlotRef,
+    SourceRange,
+)
+from ...fabric.wire import PinReply, SourceRangeWire
+from ..base import Job, JobKind, JobResult, Tier
+from .directory import Directory
+from .fetch import (
+    NO_CHUNK,
+    WAITERS_MAX,
+    WANTED_MAX,
+    Entry,
+    Fetches,
+    Stage,
+    Waiter,
+    Wanted,
+)
+from .sessions import Session
+
+WAIT_S_MAX = 30.0
+"""The longest that a client may ask the pool to wait; a request that waits longer has recomputed."""
+JOB_DEADLINE_S = 30.0
+"""For a tier's job. Requests have shorter deadlines of their own; this one frees the slots."""
+
+
+class Memory(Protocol):
+    """The bytes of the region."""
+
+    def view(self, slot: int, length: int) -> memoryview:
+        """Return the first `length` bytes of a slot."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PullDone:
+    """A pull is terminal; what came is committed and readable."""
+
+    pull_id: int
+    outcomes: tuple[Lookup, ...]
+
+
+class Pulls(Protocol):
+    """Whoever pulls chunks from peers into slots and commits them."""
+
+    def pull(
+        self,
+        pull_id: int,
+        source: SourceRange,
+        namespace: NamespaceId,
+        keys: Sequence[ChunkKey],
+    ) -> None:
+        """Begin. The end comes through `take_done`, by the source's deadline."""
+        ...
+
+    def take_done(self) -> Sequence[PullDone]:
+        """Return the pulls that became terminal since the last call."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """Return gauges and counts."""
+        ...
+
+
+class NoPulls:
+    """A pool without peers: every pull is a miss."""
+
+    def __init__(self) -> None:
+        self._done: list[PullDone] = []
+
+    def pull(
+        self,
+        pull_id: int,
+        source: SourceRange,
+        namespace: NamespaceId,
+        keys: Sequence[ChunkKey],
+    ) -> None:
+        """Answer MISS for all."""
+        del source, namespace
+        self._done.append(PullDone(pull_id, (Lookup.MISS,) * len(keys)))
+
+    def take_done(self) -> Sequence[PullDone]:
+        """Return the refused pulls."""
+        done, self._done = self._done, []
+        return done
+
+    def stats(self) -> dict[str, float]:
+        """Return nothing."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolJob:
+    """A tier's job and whom it serves."""
+
+    owner: str
+    tier: Tier
+    kind: JobKind
+    refs: tuple[SlotRef, ...]
+    wanted: tuple[Wanted, ...]
+    lengths: tuple[int, ...]
+
+
+class Fetcher:
+    """Decides where each wanted chunk comes from, and acts. One thread calls everything."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        memory: Memory,
+        tiers: Sequence[Tier],
+        pulls: Pulls,
+        process: tuple[int, int],
+        recorder: Recorder,
+        clock: Clock,
+    ) -> None:
+        self.directory = directory
+        self.memory = memory
+        self.tiers = tuple(tiers)
+        self.pulls = pulls
+        self.recorder = recorder
+        self.clock = clock
+        self.chunk_bytes: Callable[[NamespaceId, int], int | None] = _unknown_length
+        """Set by the core: how long a group's chunks are."""
+        self.fetches = Fetches()
+        self._process = process
+        self._jobs: dict[int, PoolJob] = {}
+        self._pulling: dict[int, tuple[Wanted, ...]] = {}
+        self._serial = 0
+        self._writers_changed = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is under way, so that the shell should look often."""
+        return bool(self._jobs or self._pulling)
+
+    def pin(
+        self,
+        session: Session,
+        request: int,
+        keys: Sequence[ChunkKey],
+        wait_s: float,
+        sources: Sequence[SourceRangeWire],
+    ) -> PinReply | None:
+        """Pin what is here. Returns the answer, or None if it comes later by `take_answers`."""
+        now_s = self.clock.now_s()
+        pinned = self.directory.pin(session.client, session.namespace, keys, now_s)
+        entries = [
+            Entry(one.status, one.chunk if one.status is Lookup.HIT else NO_CHUNK, "host")
+            for one in pinned
+        ]
+        if wait_s <= 0 or all(entry.status is Lookup.HIT for entry in entries):
+            return _reply(entries)
+        if len(self.fetches.waiters) >= WAITERS_MAX:
+            for entry in entries:
+                entry.status = entry.status if entry.status is Lookup.HIT else Lookup.BUSY
+            return _reply(entries)
+        undecided = [i for i, entry in enumerate(entries) if entry.status is not Lookup.HIT]
+        for index in undecided:
+            entries[index].status = Lookup.PENDING
+        deadline_s = now_s + min(wait_s, WAIT_S_MAX)
+        waiter = Waiter(session, request, entries, len(undecided), deadline_s)
+        self.fetches.waiters.append(waiter)
+        self._want(waiter, keys, undecided, sources)
+        return None
+
+    def _want(
+        self,
+        waiter: Waiter,
+        keys: Sequence[ChunkKey],
+        undecided: Sequence[int],
+        sources: Sequence[SourceRangeWire],
+    ) -> None:
+        fresh: list[Wanted] = []
+        namespace = waiter.session.namespace
+        ranges = [SourceRange(s.node, s.endpoint, s.start, s.count) for s in sources]
+        for index in undecided:
+            address = (namespace, keys[index])
+            wanted = self.fetches.wanted.get(address)
+            if wanted is None:
+                if len(self.fetches.wanted) >= WANTED_MAX:
+                    waiter.decide(index, Lookup.BUSY, NO_CHUNK, "")
+                    continue
+                wanted = self.fetches.wanted[address] = Wanted(namespace, keys[index])
+                fresh.append(wanted)
+            wanted.sources += [
+                one
+                for one in ranges
+                if one.start <= index < one.start + one.count and one not in wanted.sources
+            ]
+            self.fetches.join(waiter, index, wanted)
+        self._decide(fresh)
+
+    def _decide(self, batch: Sequence[Wanted]) -> None:
+        """Choose where each chunk comes from next, and begin."""
+        for namespace in {wanted.namespace for wanted in batch}:
+            self._decide_here([w for w in batch if w.namespace == namespace], namespace)
+
+    def _decide_here(self, batch: Sequence[Wanted], namespace: NamespaceId) -> None:
+        left = list(batch)
+        for number, tier in enumerate(self.tiers):
+            asked = [w for w in left if w.tiers_asked <= number]
+            if not asked:
+                continue
+            answers = tier.lookup(namespace, [w.key for w in asked])
+            hits: list[Wanted] = []
+            for wanted, answer in zip(asked, answers, strict=True):
+                if answer is Lookup.HIT:
+                    hits.append(wanted)
+                elif answer is Lookup.PENDING:
+                    wanted.stage = Stage.TIER_ANSWER
+                else:
+                    wanted.tiers_asked = number + 1
+                    continue
+                left.remove(wanted)
+            if hits:
+                self._load(tier, namespace, hits)
+        self._pull_or_miss(left, namespace)
+
+    def _pull_or_miss(self, batch: Sequence[Wanted], namespace: NamespaceId) -> None:
+        by_source: dict[tuple[str, str], list[Wanted]] = {}
+        for wanted in batch:
+            if not wanted.sources:
+                self._settle(wanted, found=False, origin="")
+                continue
+            source = wanted.sources.pop(0)
+            by_source.setdefault((source.node, source.endpoint), []).append(wanted)
+        for (node, endpoint), group in by_source.items():
+            pull_id = self._next_serial()
+            for wanted in group:
+                wanted.stage = Stage.PEER_PULL
+            self._pulling[pull_id] = tuple(group)
+            source = SourceRange(node, endpoint, 0, len(group))
+            self.pulls.pull(pull_id, source, namespace, [w.key for w in group])
+
+    def _next_serial(self) -> int:
+        self._serial += 1
+        return self._serial
+
+    def _open_job_owner(self) -> tuple[int, str]:
+        job_id = self._next_serial()
+        owner = f"job:{job_id}"
+        self.directory.open_owner(owner, float("inf"), *self._process, self.clock.now_s())
+        return job_id, owner
+
+    def _load(self, tier: Tier, namespace: NamespaceId, hits: Sequence[Wanted]) -> None:
+        now_s = self.clock.now_s()
+        lengths = [self.chunk_bytes(namespace, int.from_bytes(w.key[-4:], "big")) for w in hits]
+        job_id, owner = self._open_job_owner()
+        got = self.directory.reserve(
+            owner,
+            namespace,
+            [w.key for w in hits],
+            list(range(len(hits))),
+            [length or 0 for length in lengths],
+            now_s,
+        )
+        mine: list[tuple[Wanted, SlotRef, int]] = []
+        for wanted, one, length in zip(hits, got, lengths, strict=True):
+            if one.status is Reserved.GRANTED and length:
+                wanted.stage = Stage.TIER_LOAD
+                mine.append((wanted, one.slot, length))
+            elif one.status is Reserved.PRESENT:
+                self._settle(wanted, found=True, origin="host")
+            elif one.status is Reserved.PENDING:
+                wanted.stage = Stage.WRITER
+            else:
+                wanted.busy = True
+                self._settle(wanted, found=False, origin="")
+        if not mine:
+            self.directory.owner_gone(owner)
+            return
+        chunks, views = self._chunks([(w.key, ref, length, 0) for w, ref, length in mine])
+        self._jobs[job_id] = PoolJob(
+            owner,
+            tier,
+            JobKind.LOAD,
+            tuple(ref for _, ref, _ in mine),
+            tuple(w for w, _, _ in mine),
+            tuple(length for _, _, length in mine),
+        )
+        tier.submit_load(
+            Job(job_id, JobKind.LOAD, namespace, chunks, views, now_s + JOB_DEADLINE_S)
+        )
+
+    def _chunks(
+        self, items: Sequence[tuple[ChunkKey, SlotRef, int, int]]
+    ) -> tuple[tuple["Chunk", ...], tuple[memoryview, ...]]:
+        chunks = tuple(Chunk(*item) for item in items)
+        views = tuple(self.memory.view(c.slot.slot, c.length_bytes) for c in chunks)
+        return chunks, views
+
+    def cascade(self, namespace: NamespaceId, keys: Sequence[ChunkKey]) -> None:
+        """Copy chunks that a client has just committed to every tier that lacks them."""
+        now_s = self.clock.now_s()
+        for tier in self.tiers if keys else ():
+            answers = tier.lookup(namespace, keys)
+            lacking = [k for k, a in zip(keys, answers, strict=True) if a is not Lookup.HIT]
+            if not lacking:
+                continue
+            job_id, owner = self._open_job_owner()
+            pinned = self.directory.pin(owner, namespace, lacking, now_s)
+            chunks = tuple(one.chunk for one in pinned if one.status is Lookup.HIT)
+            if not chunks:
+                self.directory.owner_gone(owner)
+                continue
+            self._jobs[job_id] = PoolJob(
+                owner,
+                tier,
+                JobKind.STORE,
+                tuple(chunk.slot for chunk in chunks),
+                (),
+                tuple(chunk.length_bytes for chunk in chunks),
+            )
+            views = tuple(self.memory.view(c.slot.slot, c.length_bytes) for c in chunks)
+            tier.submit_store(
+                Job(job_id, JobKind.STORE, namespace, chunks, views, now_s + JOB_DEADLINE_S)
+            )
+
+    def writers_changed(self) -> None:
+        """Somebody committed, aborted or died: look again at the chunks that wait for a writer."""
+        self._writers_changed = True
+
+    def leave(self, identity: bytes) -> None:
+        """A client is gone: nobody answers it any more."""
+        self.fetches.leave(identity)
+
+    def step(self) -> None:
+        """Take in what tiers and peers have finished, and go on with what they failed."""
+        for tier in self.tiers:
+            for result in tier.get_finished_jobs():
+                self._job_done(result)
+        for done in self.pulls.take_done():
+            self._pull_done(done)
+        self._decide([w for w in self.fetches.in_stage(Stage.TIER_ANSWER)])
+        if self._writers_changed:
+            self._writers_changed = False
+            self._recheck_writers()
+
+    def _job_done(self, result: JobResult) -> None:
+        job = self._jobs.pop(result.job_id)
+        name = job.tier.name
+        moved = sum(
+            length
+            for length, outcome in zip(job.lengths, result.outcomes, strict=True)
+            if outcome is Lookup.HIT
+        )
+        direction = "store" if job.kind is JobKind.STORE else "load"
+        self.recorder.count("kvfabric_tier_bytes", moved, tier=name, direction=direction)
+        if job.kind is JobKind.STORE:
+            self.directory.release(job.owner, job.refs, self.clock.now_s())
+            self.directory.owner_gone(job.owner)
+            return
+        hits = [outcome is Lookup.HIT for outcome in result.outcomes]
+        good = [i for i, hit in enumerate(hits) if hit]
+        statuses = self.directory.commit(
+            job.owner,
+            [job.refs[i] for i in good],
+            [result.checksums[i] for i in good],
+            self.clock.now_s(),
+        )
+        self.directory.abort(job.owner, [ref for ref, hit in zip(job.refs, hits, strict=True) if not hit])
+        ready = {i for i, s in zip(good, statuses, strict=True) if s is Committed.READY}
+        again: list[Wanted] = []
+        for index, wanted in enumerate(job.wanted):
+            if index in ready:
+                self._settle(wanted, found=True, origin=name)
+            else:
+                wanted.tiers_asked = self.tiers.index(job.tier) + 1
+                again.append(wanted)
+        self.directory.owner_gone(job.owner)
+        self._decide(again)
+
+    def _pull_done(self, done: PullDone) -> None:
+        again: list[Wanted] = []
+        for wanted, outcome in zip(self._pulling.pop(done.pull_id), done.outcomes, strict=True):
+            if outcome is Lookup.HIT:
+                self._settle(wanted, found=True, origin="peer")
+            elif outcome is Lookup.PENDING:
+                wanted.stage = Stage.WRITER
+                self._writers_changed = True
+            else:
+                wanted.busy = wanted.busy or outcome is Lookup.BUSY
+                again.append(wanted)
+        self._decide(again)
+
+    def _recheck_writers(self) -> None:
+        now_s = self.clock.now_s()
+        again: list[Wanted] = []
+        for wanted in self.fetches.in_stage(Stage.WRITER):
+            status = self.directory.look(wanted.namespace, wanted.key)
+            if status is Lookup.HIT:
+                self._settle(wanted, found=True, origin="host")
+            elif status is Lookup.MISS:
+                again.append(wanted)
+        del now_s
+        self._decide(again)
+
+    def _settle(self, wanted: Wanted, *, found: bool, origin: str) -> None:
+        """Answer everybody who waits for a chunk."""
+        self.fetches.wanted.pop((wanted.namespace, wanted.key), None)
+        now_s = self.clock.now_s()
+        failed = Lookup.BUSY if wanted.busy else Lookup.MISS
+        for waiter, index in wanted.waiting:
+            if waiter.answered:
+                continue
+            if not found:
+                waiter.decide(index, failed, NO_CHUNK, "")
+                continue
+            owner = waiter.session.client
+            (one,) = self.directory.pin(owner, wanted.namespace, [wanted.key], now_s)
+            if one.status is Lookup.HIT:
+                waiter.decide(index, Lookup.HIT, one.chunk, origin)
+            else:
+                waiter.decide(index, Lookup.MISS, NO_CHUNK, "")
+
+    def take_answers(self, now_s: float) -> Sequence[tuple[bytes, int, PinReply]]:
+        """Return the requests that are decided or out of time, as identity, request, answer."""
+        answers: list[tuple[bytes, int, PinReply]] = []
+        for waiter in self.fetches.overdue(now_s):
+            for entry in waiter.entries:
+                if entry.status is Lookup.PENDING:
+                    entry.status = Lookup.MISS
+            answers.append((waiter.session.identity, waiter.request, _reply(waiter.entries)))
+            self.fetches.remove(waiter)
+        return answers
+
+    def stats(self) -> dict[str, float]:
+        """Return gauges and counts of the directory, the tiers and the pulls, by name."""
+        directory = self.directory.stats()
+        values = {
+            name: float(getattr(directory, name)) for name in type(directory).__dataclass_fields__
+        }
+        for tier in self.tiers:
+            stats = tier.stats()
+            values[f"{tier.name}_used_bytes"] = float(stats.used_bytes)
+            values[f"{tier.name}_quota_bytes"] = float(stats.quota_bytes)
+            values[f"{tier.name}_chunks"] = float(stats.chunks)
+            for name, count in stats.counters.items():
+                values[f"{tier.name}_{name}"] = float(count)
+        return values | self.pulls.stats()
+
+    def check(self) -> None:
+        """Raise `Conservation` if the directory or a tier does not balance."""
+        self.directory.check()
+        for tier in self.tiers:
+            tier.check()
+
+
+def _unknown_length(_namespace: NamespaceId, _group: int) -> int | None:
+    return None
+
+
+def _reply(entries: Sequence[Entry]) -> PinReply:
+    return PinReply(
+        [entry.status for entry in entries],
+        [entry.chunk.slot.slot for entry in entries],
+        [entry.chunk.slot.generation for entry in entries],
+        [entry.chunk.checksum for entry in entries],
+        [entry.origin if entry.status is Lookup.HIT else "" for entry in entries],
+    )

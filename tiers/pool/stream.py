@@ -1,0 +1,77 @@
+"""What the pool tells the world: changes of the directory and of its tiers, as one event stream.
+
+The host region and each tier announce a chunk once when they gain it and once when they lose it. The
+manifest for snapshots is the directory's own content plus what the tiers announced.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from ...fabric.clock import Clock
+from ...fabric.events import Frames
+from ...fabric.types import ChunkKey, Medium, NamespaceId, key_group
+from ..base import Tier
+from ..event_log import Change, EventLog, Resident
+from .directory import Directory
+
+UNKNOWN_CHUNK_TOKENS = 0
+"""For chunks of a group that no client has named since the pool started (vLLM's placeholder)."""
+
+
+class PoolStream:
+    """Collects changes and turns them into frames."""
+
+    def __init__(
+        self, log: EventLog, directory: Directory, tiers: Sequence[Tier], clock: Clock
+    ) -> None:
+        self.log = log
+        self._directory = directory
+        self._tiers = tuple(tiers)
+        self._clock = clock
+        self._below: Counter[tuple[ChunkKey, Medium]] = Counter()
+        self.chunk_tokens: Callable[[NamespaceId, int], int] = _unknown
+        """Set by the core: how many tokens a group's chunks have."""
+
+    def take_frames(self) -> list[Frames]:
+        """Return what is to be published now."""
+        changes = [
+            self._change(change.namespace, change.key, Medium.CPU, removed=not change.stored)
+            for change in self._directory.take_changes()
+        ]
+        for tier in self._tiers:
+            for event in tier.take_events():
+                for key in event.keys:
+                    self._note(key, tier.medium, removed=event.removed)
+                    changes.append(
+                        self._change(event.namespace, key, tier.medium, removed=event.removed)
+                    )
+        if changes:
+            return self.log.append(changes)
+        if self.log.heartbeat_due(self._clock.now_s()):
+            return [self.log.heartbeat()]
+        return []
+
+    def replay(self, start_seq: int) -> list[Frames]:
+        """Return the answer to a replay or snapshot request."""
+        return self.log.replay(start_seq, self._manifest())
+
+    def _change(
+        self, namespace: NamespaceId, key: ChunkKey, medium: Medium, *, removed: bool
+    ) -> Change:
+        return Change(key, medium, removed, self.chunk_tokens(namespace, key_group(key)))
+
+    def _note(self, key: ChunkKey, medium: Medium, *, removed: bool) -> None:
+        self._below[key, medium] += -1 if removed else 1
+        if self._below[key, medium] <= 0:
+            del self._below[key, medium]
+
+    def _manifest(self) -> Iterator[Resident]:
+        for namespace, key in self._directory.ready_keys():
+            yield Resident(key, Medium.CPU, self.chunk_tokens(namespace, key_group(key)))
+        for (key, medium), count in self._below.items():
+            for _ in range(count):
+                yield Resident(key, medium, UNKNOWN_CHUNK_TOKENS)
+
+
+def _unknown(_namespace: NamespaceId, _group: int) -> int:
+    return UNKNOWN_CHUNK_TOKENS
