@@ -1,6 +1,6 @@
 """Metrics: one table of all of them, and the recorders that fill it.
 
-The table is the only place where a metric is named. `docs/metrics.md` is made from it (`page`), and
+The table is the only place where a metric is named. `docs/metrics.md` is made from it (`markdown`), and
 a recorder refuses a name or a label that the table does not have, so that a typo fails in the first
 test that passes it.
 
@@ -277,7 +277,7 @@ def _sample_name(name: str, labels: Mapping[str, str]) -> str:
     return f"{name}{{{pairs}}}" if pairs else name
 
 
-def page() -> str:
+def markdown() -> str:
     """Return the text of `docs/metrics.md`. `make docs` writes it."""
     lines = [
         "# Metrics",
