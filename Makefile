@@ -67,7 +67,7 @@ $(READY): pyproject.toml constraints.txt
 	fi; \
 	echo "making .venv with $$("$$found" --version), a few GB and about a minute with a fast network"; \
 	"$$found" -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(READY)
 
 clean:

@@ -1,7 +1,7 @@
 """Metrics: one table of all of them, and the recorders that fill it.
 
-The table is the only place where a metric is named. `docs/metrics.md` is made from it (`markdown`), and
-a recorder refuses a name or a label that the table does not have, so that a typo fails in the first
+The table is the only place where a metric is named. `docs/metrics.md` is made from it (`markdown`),
+and a recorder refuses a name or a label that the table lacks, so that a typo fails in the first
 test that passes it.
 
 Ownership: whoever runs a loop gets a `Recorder` in its constructor. A process has one recorder.
