@@ -27,7 +27,7 @@ WORDS = {
 }
 REAL_TIME = re.compile(
     r"(time\.(sleep|time|monotonic|perf_counter|process_time)(_ns)?|asyncio\.sleep"
-    r"|(datetime\.)?datetime\.(now|utcnow|today))"
+    r"|(datetime\.)?datetime\.(now|utcnow|today)|SystemClock)"
 )
 REAL_TIME_MARKS = re.compile(r"\bmark\.(ray|nixl|gpu)\b")
 """Tests of real processes may wait for them, with a deadline."""
@@ -72,7 +72,8 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.Asy
 
 
 def is_triton(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any("triton" in ast.unparse(decorator) for decorator in function.decorator_list)
+    decorators = {ast.unparse(decorator) for decorator in function.decorator_list}
+    return not decorators.isdisjoint({"triton.jit", "kernel"})  # `kernel` is kernels.jit's
 
 
 def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -181,7 +182,7 @@ def test_tests_neither_sleep_nor_read_the_clock() -> None:
             continue
         for node in ast.walk(tree):
             used = ""
-            if isinstance(node, ast.Attribute):
+            if isinstance(node, ast.Attribute | ast.Name):
                 used = ast.unparse(node)
             elif isinstance(node, ast.ImportFrom) and node.module in ("time", "asyncio"):
                 used = next((f"{node.module}.{alias.name}" for alias in node.names), "")
