@@ -324,6 +324,9 @@ def test_reads_fail_and_hang_by_themselves():
         world.run(10.0, STEPS_MAX)
         assert read.state is state
         assert len(ended) == (state is ReadState.FAILED)
+        memory.calm()
+        world.run(11.0, STEPS_MAX)
+        assert (read.state, len(ended)) == (ReadState.FAILED, 1)
 
 
 def test_a_cancelled_read_lands_a_little_longer_and_then_never():

@@ -71,6 +71,11 @@ class Process:
         self._overdue: deque[Callable[[], None]] = deque()
         self._inbox_frames = 0
         self._shared: dict[str, bytearray] = {}
+        self._networks = [network]
+
+    def join(self, network: Network) -> None:
+        """Answer to this name on another network too, from the next start: a node's local sockets."""
+        self._networks.append(network)
 
     def _new_clock(self) -> LocalClock:
         offset_s = self._random.uniform(0.0, CLOCK_OFFSET_S_MAX)
@@ -96,7 +101,8 @@ class Process:
         self.clock = self._new_clock()
         self.world.note(self.name, f"starts, epoch {self.epoch}")
         self.program = self._make(self)
-        self.network.attach(self.name, self._deliver)
+        for network in self._networks:
+            network.attach(self.name, self._deliver)
         self._tick_later()
 
     def kill(self) -> None:
@@ -107,7 +113,8 @@ class Process:
         self.program = None
         self._overdue.clear()
         self._inbox_frames = 0
-        self.network.detach(self.name)
+        for network in self._networks:
+            network.detach(self.name)
         self.world.note(self.name, f"killed, epoch {self.epoch}")
 
     def pause(self) -> None:

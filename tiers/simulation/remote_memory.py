@@ -8,8 +8,8 @@ virtual times, from whatever the region then holds: a slot that is reused meanwh
 bytes, which only a checksum can catch. A read goes on while its source is paused (a NIC needs no
 CPU) and while its reader is paused.
 
-Failure. A read fails, or hangs: it stays RUNNING and copies nothing more. When the source's epoch
-ends, what is under way fails or hangs. `cancel` asks; a read that is copying may land up to
+Failure. A read fails, or hangs: it stays RUNNING and copies nothing more until `calm`, which lets it
+fail. When the source's epoch ends, what is under way fails or hangs. `cancel` asks; a read that is copying may land up to
 `CANCEL_S_MAX` later, and is terminal only then. The reader must not reuse the target before.
 Whatever the outcome, the target's bytes are undefined unless it is DONE, and unverified then.
 """
@@ -96,6 +96,10 @@ class RemoteRead:
         elif draw < knobs.fail_share + knobs.hang_share:
             self._reader.dma(random.expovariate(1 / knobs.delay_s), self._hang, "read hangs")
 
+    def give_up(self) -> None:
+        """Let a hung read fail, as a connection does whose keep-alive ran out."""
+        self._reader.at(0.0, lambda: self._end(ReadState.FAILED), "read gives up")
+
     def _fail(self) -> None:
         self._fault(hangs=False)
 
@@ -108,6 +112,7 @@ class RemoteRead:
         self._owner.faults += 1
         if hangs:
             self._hung = True
+            self._owner.hung.append(self)
         else:
             self._end(ReadState.FAILED)
 
@@ -134,6 +139,7 @@ class RemoteMemory:
         self.random = world.fork("remote memory")
         self.reads = 0
         self.faults = 0
+        self.hung: list[RemoteRead] = []
         self._world = world
         self._published: dict[tuple[str, int], _Published] = {}
 
@@ -155,5 +161,9 @@ class RemoteMemory:
         return read
 
     def calm(self) -> None:
-        """Break no further reads."""
+        """Break no further reads, and let those that hang fail."""
         self.knobs = RemoteMemoryKnobs(piece_bytes=self.knobs.piece_bytes)
+        self._world.note("memory", f"{len(self.hung)} hung reads give up")
+        for read in self.hung:
+            read.give_up()
+        self.hung.clear()
