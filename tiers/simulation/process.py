@@ -74,7 +74,7 @@ class Process:
         self._networks = [network]
 
     def join(self, network: Network) -> None:
-        """Answer to this name on another network too, from the next start: a node's local sockets."""
+        """Answer to this name on another network too, from the next start."""
         self._networks.append(network)
 
     def _new_clock(self) -> LocalClock:

@@ -8,10 +8,11 @@ virtual times, from whatever the region then holds: a slot that is reused meanwh
 bytes, which only a checksum can catch. A read goes on while its source is paused (a NIC needs no
 CPU) and while its reader is paused.
 
-Failure. A read fails, or hangs: it stays RUNNING and copies nothing more until `calm`, which lets it
-fail. When the source's epoch ends, what is under way fails or hangs. `cancel` asks; a read that is copying may land up to
-`CANCEL_S_MAX` later, and is terminal only then. The reader must not reuse the target before.
-Whatever the outcome, the target's bytes are undefined unless it is DONE, and unverified then.
+Failure. A read fails, or hangs: it stays RUNNING and copies nothing more until `calm`, which lets
+it fail. When the source's epoch ends, what is under way fails or hangs. `cancel` asks; a read that
+is copying may land up to `CANCEL_S_MAX` later, and is terminal only then. The reader must not reuse
+the target before. Whatever the outcome, the target's bytes are undefined unless it is DONE, and
+unverified then.
 """
 
 from collections.abc import Callable
@@ -51,6 +52,7 @@ class RemoteRead:
         self.done: Callable[[], None] | None = None
         """Called once, in the reader, when the read becomes terminal."""
         self._owner, self._reader, self._source = owner, reader, source
+        self._reader_epoch = reader.epoch
         self._offset, self._target = offset, target
         self._cancelled = False
         self._hung = False
@@ -98,7 +100,8 @@ class RemoteRead:
 
     def give_up(self) -> None:
         """Let a hung read fail, as a connection does whose keep-alive ran out."""
-        self._reader.at(0.0, lambda: self._end(ReadState.FAILED), "read gives up")
+        if not self._reader.is_gone(self._reader_epoch):
+            self._reader.at(0.0, lambda: self._end(ReadState.FAILED), "read gives up")
 
     def _fail(self) -> None:
         self._fault(hangs=False)
