@@ -1,0 +1,218 @@
+"""Pack and unpack on a GPU: one launch for all chunks, blocks, layers, halves and heads of a plan.
+
+A program copies one tile of one block of one layer and half, in the order of the chunk, as the
+widest aligned word. The engine's side is reached through a table of addresses, one per layer and
+half. All that is known when the engine attaches is a compile-time constant, so that divisions are
+multiplications and the compiler sees how far addresses are aligned.
+
+Calls only enqueue on the current stream: they read nothing back, have fixed shapes for a given
+number of chunks, and can be captured in a graph. A block id that is negative or too large is
+skipped. Ids and slots lie on the device, so they cannot be checked here; the numpy twin, which is
+the specification, refuses ids that are too large.
+
+`chunks` lies on the device, or in host memory that is registered with it.
+"""
+# Arguments and values inside a kernel have Triton's types, which a checker of Python cannot follow.
+# pyright: basic, reportArgumentType=false
+# ruff: noqa: ANN001
+
+from collections.abc import Sequence
+from enum import Enum
+from math import gcd
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ...fabric.errors import ConfigError, Malformed
+from ...fabric.layout import GroupLayout
+from ..jit import kernel
+from .plan import CopyPlan, plan_copies
+from .view import EngineCacheView
+
+TILE_WORDS_MAX = 1024
+"""With 4 warps, 8 words of 8 bytes per thread: four 16-byte loads in flight."""
+WARPS = 4
+
+
+class Direction(Enum):
+    """Which way the bytes go."""
+
+    PACK = "engine to chunk"
+    UNPACK = "chunk to engine"
+
+
+@kernel
+def copy_blocks(
+    table,
+    block_ids,
+    slots,
+    chunks,
+    num_blocks,
+    PACK: tl.constexpr,
+    WORD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    TILE: tl.constexpr,
+    LAYERS: tl.constexpr,
+    HALVES: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    RUN: tl.constexpr,
+    STORED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ENGINE_BLOCK: tl.constexpr,
+    ENGINE_HEAD: tl.constexpr,
+    ENGINE_TOKEN: tl.constexpr,
+    CHUNK_SLOT: tl.constexpr,
+    CHUNK_OFFSET: tl.constexpr,
+    CHUNK_PAGE: tl.constexpr,
+    CHUNK_HALF: tl.constexpr,
+    CHUNK_HEAD: tl.constexpr,
+) -> None:
+    """Copy one tile. Sizes, strides and offsets of the constants are in words, ALIGN in bytes.
+
+    table int64 [LAYERS, HALVES], block_ids int64 [n, BLOCKS], slots int64 [n], chunks any type.
+    """
+    UNIT: tl.constexpr = HEADS * TOKENS * STORED
+    TILES: tl.constexpr = (UNIT + TILE - 1) // TILE
+    tile = tl.program_id(0)
+    half = tile // TILES
+    layer = half // HALVES
+    place = layer // LAYERS
+    chunk = place // BLOCKS
+    tile = tile % TILES
+    half = half % HALVES
+    layer = layer % LAYERS
+
+    block = tl.load(block_ids + place)
+    slot = tl.load(slots + chunk)
+    valid = (block >= 0) & (block < num_blocks)
+    engine = tl.load(table + layer * HALVES + half).to(tl.pointer_type(WORD))
+    engine = tl.multiple_of(engine, ALIGN) + block * ENGINE_BLOCK
+    stored = tl.multiple_of(chunks.to(tl.pointer_type(WORD), bitcast=True), ALIGN)
+    stored += slot * CHUNK_SLOT + CHUNK_OFFSET + layer.to(tl.int64) * CHUNK_PAGE
+    stored += half.to(tl.int64) * CHUNK_HALF + (place % BLOCKS).to(tl.int64) * (TOKENS * STORED)
+
+    unit = tile * TILE + tl.arange(0, TILE)
+    head = (unit // (TOKENS * STORED)).to(tl.int64)
+    rest = unit % (TOKENS * STORED)
+    token = (rest // STORED).to(tl.int64)
+    word = rest % STORED
+    engine += head * ENGINE_HEAD + token * ENGINE_TOKEN + word
+    stored += head * CHUNK_HEAD + rest
+    inside = (unit < UNIT) & valid
+    in_run = inside & (word < RUN)
+    if PACK:
+        words = tl.load(engine, mask=in_run, other=0, cache_modifier=".cg")
+        tl.store(stored, words, mask=inside, cache_modifier=".cg")
+    else:
+        words = tl.load(stored, mask=in_run, other=0, cache_modifier=".cg")
+        tl.store(engine, words, mask=in_run, cache_modifier=".cg")
+
+
+class TritonPacker:
+    """Pack and unpack between caches on a GPU and chunks that it can reach."""
+
+    def __init__(
+        self, group: GroupLayout, caches: Sequence[EngineCacheView], rank: int = 0, size: int = 1
+    ) -> None:
+        self.group = group
+        self.plans = plan_copies(group, caches, rank, size)
+        device = caches[0].parts[0].data.device
+        self._tables = [
+            torch.tensor(
+                [[part.address for part in layer] for layer in plan.parts],
+                dtype=torch.int64,
+                device=device,
+            )
+            for plan in self.plans
+        ]
+
+    def pack(self, block_ids: torch.Tensor, chunks: torch.Tensor, slots: torch.Tensor) -> None:
+        """Copy this rank's part of some chunks out of the engine's cache.
+
+        `block_ids` int64 `[n, blocks_per_chunk]` and `slots` int64 `[n]` on the device, `chunks`
+        uint8 `[num_slots, >= chunk_bytes]`. Raises `Malformed` for other shapes or types,
+        `ConfigError` for slots too small for a chunk.
+        """
+        self._launch(Direction.PACK, block_ids, chunks, slots)
+
+    def unpack(self, block_ids: torch.Tensor, chunks: torch.Tensor, slots: torch.Tensor) -> None:
+        """Copy this rank's part of some chunks into the engine's cache. Arguments as `pack`."""
+        self._launch(Direction.UNPACK, block_ids, chunks, slots)
+
+    def _launch(
+        self,
+        direction: Direction,
+        block_ids: torch.Tensor,
+        chunks: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        for plan, table in zip(self.plans, self._tables, strict=True):
+            _check(plan, block_ids, chunks, slots)
+            constants = launch_constants(plan, direction, chunks.stride(0), chunks.data_ptr())
+            grid = block_ids.numel() * programs_per_block(plan, constants)
+            if grid:
+                launch = copy_blocks[(grid,)]
+                blocks = plan.shape[0]
+                launch(table, block_ids, slots, chunks, blocks, **constants, num_warps=WARPS)
+
+
+def launch_constants(
+    plan: CopyPlan, direction: Direction, slot_stride: int, chunks_address: int
+) -> dict[str, Any]:
+    """Return the compile-time constants of a launch, for slots so many bytes apart."""
+    align = gcd(plan.align_bytes(), slot_stride, chunks_address)
+    word = min(align, 8)
+    _, heads, tokens, run = plan.shape
+    unit = heads * tokens * plan.stored_bytes // word
+    sizes = {
+        "RUN": run,
+        "STORED": plan.stored_bytes,
+        "ENGINE_BLOCK": plan.engine_strides[0],
+        "ENGINE_HEAD": plan.engine_strides[1],
+        "ENGINE_TOKEN": plan.engine_strides[2],
+        "CHUNK_SLOT": slot_stride,
+        "CHUNK_OFFSET": plan.chunk_offset,
+        "CHUNK_PAGE": plan.page_stride,
+        "CHUNK_HALF": plan.half_stride,
+        "CHUNK_HEAD": plan.head_stride,
+    }
+    return {
+        "PACK": direction is Direction.PACK,
+        "WORD": {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}[word],
+        "ALIGN": align,
+        "TILE": min(TILE_WORDS_MAX, triton.next_power_of_2(unit)),
+        "LAYERS": plan.layers,
+        "HALVES": plan.halves,
+        "HEADS": heads,
+        "TOKENS": tokens,
+        "BLOCKS": plan.blocks_per_chunk,
+    } | {name: size // word for name, size in sizes.items()}
+
+
+def programs_per_block(plan: CopyPlan, constants: dict[str, Any]) -> int:
+    """Return how many programs copy one engine block of every layer."""
+    unit = constants["HEADS"] * constants["TOKENS"] * constants["STORED"]
+    return plan.layers * plan.halves * -(-unit // constants["TILE"])
+
+
+def _check(
+    plan: CopyPlan, block_ids: torch.Tensor, chunks: torch.Tensor, slots: torch.Tensor
+) -> None:
+    ids_ok = block_ids.ndim == 2 and block_ids.shape[1] == plan.blocks_per_chunk
+    types_ok = block_ids.dtype == slots.dtype == torch.int64 and chunks.dtype == torch.uint8
+    packed = block_ids.is_contiguous() and slots.is_contiguous() and chunks.stride(-1) == 1
+    if not (ids_ok and types_ok and packed and slots.shape == block_ids.shape[:1]):
+        raise Malformed(
+            f"block ids {block_ids.dtype}{list(block_ids.shape)}, slots {slots.dtype}"
+            f"{list(slots.shape)}, chunks {chunks.dtype}",
+            f"not contiguous int64 [n, {plan.blocks_per_chunk}], int64 [n] and uint8",
+        )
+    if chunks.ndim != 2 or chunks.shape[1] < plan.chunk_bytes:
+        raise ConfigError(
+            "slot_bytes",
+            f"slots {list(chunks.shape)} for a chunk of {plan.chunk_bytes} bytes",
+            "Give the pool slots that hold the largest chunk of any group",
+        )
