@@ -12,6 +12,7 @@ from typing import Protocol
 from ...fabric.clock import Clock
 from ...fabric.metrics import Recorder
 from ...fabric.types import (
+    Chunk,
     ChunkKey,
     Committed,
     Lookup,
@@ -302,14 +303,17 @@ class Fetcher:
 
     def _chunks(
         self, items: Sequence[tuple[ChunkKey, SlotRef, int, int]]
-    ) -> tuple[tuple["Chunk", ...], tuple[memoryview, ...]]:
+    ) -> tuple[tuple[Chunk, ...], tuple[memoryview, ...]]:
         chunks = tuple(Chunk(*item) for item in items)
         views = tuple(self.memory.view(c.slot.slot, c.length_bytes) for c in chunks)
         return chunks, views
 
-    def cascade(self, namespace: NamespaceId, keys: Sequence[ChunkKey]) -> None:
+    def cascade(self, namespace: NamespaceId, committed: Sequence[Chunk]) -> None:
         """Copy chunks that a client has just committed to every tier that lacks them."""
         now_s = self.clock.now_s()
+        keys = [chunk.key for chunk in committed]
+        moved = sum(chunk.length_bytes for chunk in committed)
+        self.recorder.count("kvfabric_stored_bytes_total", moved, path="host")
         for tier in self.tiers if keys else ():
             answers = tier.lookup(namespace, keys)
             lacking = [k for k, a in zip(keys, answers, strict=True) if a is not Lookup.HIT]
@@ -349,7 +353,7 @@ class Fetcher:
                 self._job_done(result)
         for done in self.pulls.take_done():
             self._pull_done(done)
-        self._decide([w for w in self.fetches.in_stage(Stage.TIER_ANSWER)])
+        self._decide(self.fetches.in_stage(Stage.TIER_ANSWER))
         if self._writers_changed:
             self._writers_changed = False
             self._recheck_writers()
@@ -362,8 +366,7 @@ class Fetcher:
             for length, outcome in zip(job.lengths, result.outcomes, strict=True)
             if outcome is Lookup.HIT
         )
-        direction = "store" if job.kind is JobKind.STORE else "load"
-        self.recorder.count("kvfabric_tier_bytes", moved, tier=name, direction=direction)
+        self._count_job(job, result, moved)
         if job.kind is JobKind.STORE:
             self.directory.release(job.owner, job.refs, self.clock.now_s())
             self.directory.owner_gone(job.owner)
@@ -388,6 +391,15 @@ class Fetcher:
         self.directory.owner_gone(job.owner)
         self._decide(again)
 
+    def _count_job(self, job: PoolJob, result: JobResult, moved: int) -> None:
+        name = job.tier.name
+        hits = result.outcomes.count(Lookup.HIT)
+        outcome = "done" if hits == len(job.refs) else "partial" if hits else "failed"
+        kind = "store" if job.kind is JobKind.STORE else "load"
+        self.recorder.count("kvfabric_tier_jobs_total", tier=name, kind=kind, outcome=outcome)
+        direction = "stored" if job.kind is JobKind.STORE else "loaded"
+        self.recorder.count(f"kvfabric_{direction}_bytes_total", moved, path=name)
+
     def _pull_done(self, done: PullDone) -> None:
         again: list[Wanted] = []
         for wanted, outcome in zip(self._pulling.pop(done.pull_id), done.outcomes, strict=True):
@@ -402,7 +414,6 @@ class Fetcher:
         self._decide(again)
 
     def _recheck_writers(self) -> None:
-        now_s = self.clock.now_s()
         again: list[Wanted] = []
         for wanted in self.fetches.in_stage(Stage.WRITER):
             status = self.directory.look(wanted.namespace, wanted.key)
@@ -410,7 +421,6 @@ class Fetcher:
                 self._settle(wanted, found=True, origin="host")
             elif status is Lookup.MISS:
                 again.append(wanted)
-        del now_s
         self._decide(again)
 
     def _settle(self, wanted: Wanted, *, found: bool, origin: str) -> None:

@@ -148,7 +148,7 @@ class Peering:
         try:
             envelope = decode(frame)
         except Malformed:
-            self._recorder.count("kvfabric_messages_malformed", 1)
+            self._recorder.count("kvfabric_messages_refused_total", channel="peer")
             return
         self._carry_out(self.consumer.on_message(endpoint, envelope, self._clock.now_s()))
 
@@ -240,7 +240,7 @@ class Peering:
                 for key, outcome in zip(action.pull.keys, outcomes, strict=True)
             ]
         moved = sum(chunk.length_bytes for chunk in action.commits)
-        self._recorder.count("kvfabric_pull_bytes", moved)
+        self._count(action, moved)
         self._recorder.observe(
             "kvfabric_pull_seconds", now_s - self._begun_s.pop(action.pull.pull_id, now_s)
         )
@@ -251,6 +251,15 @@ class Peering:
         else:
             self._directory.owner_gone(owner)
         self._done.append(PullDone(action.pull.pull_id, tuple(outcomes)))
+
+    def _count(self, action: Finished, moved_bytes: int) -> None:
+        self._recorder.count("kvfabric_loaded_bytes_total", moved_bytes, path="peer")
+        hits = action.outcomes.count(Lookup.HIT)
+        if hits:
+            outcome = "done" if hits == len(action.outcomes) else "partial"
+        else:
+            outcome = "expired" if action.doomed else "refused"
+        self._recorder.count("kvfabric_pulls_total", outcome=outcome)
 
     def _abort(self, action: AbortSlots) -> None:
         owner = self._owner(action.pull_id)

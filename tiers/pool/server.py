@@ -266,10 +266,10 @@ class PoolServer:
             try:
                 self._turn()
             except FabricError:
-                self.recorder.count("kvfabric_loop_errors", 1, loop="pool")
+                self.recorder.count("kvfabric_loop_errors_total", loop="pool")
                 LOG.exception("an error escaped; the pool goes on")
             except Exception:  # the thread's outermost loop: a pool that stops answers nobody
-                self.recorder.count("kvfabric_loop_errors", 1, loop="pool")
+                self.recorder.count("kvfabric_loop_errors_total", loop="pool")
                 LOG.exception("an unexpected error escaped; the pool goes on")
         self._undo_all()
 
@@ -321,7 +321,7 @@ class PoolServer:
         try:
             envelope = decode(frame)
         except Malformed:
-            self.recorder.count("kvfabric_messages_malformed", 1)
+            self.recorder.count("kvfabric_messages_refused_total", channel="peer")
             return
         for send in self.source.handle(identity, envelope, self.clock.now_s()):
             _send(self._peers, [send.identity, send.frame])
@@ -330,7 +330,7 @@ class PoolServer:
         try:
             start = parse_replay_request(frames)
         except Malformed:
-            self.recorder.count("kvfabric_messages_malformed", 1)
+            self.recorder.count("kvfabric_messages_refused_total", channel="replay")
             return
         self._publish()
         for reply in self.stream.replay(start):
@@ -416,7 +416,7 @@ class PoolServer:
         os.write(self._wake_out, b"w")
 
     def _stats(self) -> dict[str, float]:
-        return self.fetcher.stats()
+        return self.fetcher.stats() | self.recorder.values()
 
     def _undo_all(self) -> None:
         for dealer in self._dealers.values():
