@@ -145,3 +145,9 @@ def test_the_last_position_of_max_len_is_usable():
     sequence = begin(made, [9] * 190, 10)
     assert len(made.generate(sequence, 10)) == 10
     assert len(sequence.tokens) == 200
+
+
+def test_numerics_tell_apart_what_changes_bits():
+    wide = Engine(TINY, 8, 4, 64, device="cpu")
+    assert engine().numerics == engine(num_blocks=4).numerics
+    assert engine().numerics != wide.numerics
