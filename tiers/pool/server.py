@@ -184,10 +184,11 @@ class PoolServer:
         self.stream = PoolStream(log, self.directory, self.tiers, self.clock)
 
     def _open_peering(self) -> Peering:
-        from ..p2p.nixl import NixlTransport
+        from ..p2p.nixl import NixlTransport, devices_for
 
         node, epoch = self.config.node, self.directory.epoch
-        transport = NixlTransport(f"{self.config.run}.{node}.{epoch}", self.config.peers.listen)
+        devices = devices_for(self.config.peers.listen)
+        transport = NixlTransport(f"{self.config.run}.{node}", epoch, devices)
         self._undo.append(transport.close)
         bases = self.region.base_addresses()
         sizes = [segment.nbytes for segment in self.region.segments]
