@@ -1,4 +1,4 @@
-"""A Ray cluster of several real raylets on this machine, for the demo, the tests and the benchmarks."""
+"""A Ray cluster of several real raylets on this machine, for demo, tests and benchmarks."""
 
 import contextlib
 import logging

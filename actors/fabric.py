@@ -1,14 +1,13 @@
 """The fabric on a Ray cluster: one pool per node, a router actor, and their addresses.
 
-Ownership. Pools and the router are named, detached actors: they outlive the job that started them and
-are ended by `Fabric.shutdown`. Which node gets a pool is decided by `plan_pools` (pure); `reconcile`
-carries it out and may be called at any time, by anyone.
+Ownership. Pools and the router are named, detached actors: they outlive the job that started them
+and are ended by `Fabric.shutdown`. Which node gets a pool is decided by `plan_pools` (pure);
+`reconcile` carries it out and may be called at any time, by anyone.
 """
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -59,7 +58,7 @@ class Fabric:
 
     @classmethod
     def start(cls, configs: Sequence[PoolConfig]) -> "Fabric":
-        """Start a pool for each configured node and the router. Raises `Unavailable`, leaving nothing."""
+        """Start a pool per node and the router. Raises `Unavailable`, leaving nothing."""
         fabric = cls({config.node: config for config in configs})
         try:
             fabric.reconcile()
@@ -103,7 +102,9 @@ class Fabric:
         try:
             return ray.get(self._pools[node].addresses.remote(), timeout=START_S)
         except GetTimeoutError as error:
-            raise Unavailable(f"the pool of node {node}", START_S, "See its actor's log.") from error
+            raise Unavailable(
+                f"the pool of node {node}", START_S, "See its actor's log."
+            ) from error
 
     def router(self) -> RouterAddresses:
         """Start the router if it does not run yet, and say where replicas read from it."""
@@ -139,5 +140,3 @@ class Fabric:
         if self._router is not None:
             ray.kill(self._router, no_restart=True)
             self._router = None
-
-

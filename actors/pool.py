@@ -18,8 +18,9 @@ POOL_NAME = "kvfabric-pool-{run}-{node}"
 class PoolActor:
     """Owns the host region, directory and tiers of one node.
 
-    When it dies, Ray starts it again on the same node; it then adopts the region as it lies, so that
-    committed chunks serve at once. Methods may run again after a restart and change nothing twice.
+    When it dies, Ray starts it again on the same node; it then adopts the region as it lies, so
+    that committed chunks serve at once. Methods may run again after a restart and change nothing
+    twice.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:

@@ -26,7 +26,8 @@ class WorkerActor:
         tokens: Sequence[int],
         output_tokens: int,
         sources: Sequence[SourceRange],
-        fabric: bool,  # noqa: FBT001 (Ray passes arguments by position)
+        *,
+        fabric: bool = True,
     ) -> Generated:
         """Return greedy tokens after the prompt; see `ReferenceWorker.generate`."""
         return self._worker.generate(tokens, output_tokens, sources, fabric=fabric)

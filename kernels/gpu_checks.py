@@ -261,7 +261,9 @@ def main() -> int:
                     "ratio": round(speed.gib_per_s / speed.copy_gib_per_s, 3),
                 }
                 print(json.dumps(line), flush=True)
-    print(f"{len(checks) - failed} of {len(checks)} checks passed on {torch.cuda.get_device_name()}")
+    print(
+        f"{len(checks) - failed} of {len(checks)} checks passed on {torch.cuda.get_device_name()}"
+    )
     return 1 if failed else 0
 
 

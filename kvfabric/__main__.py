@@ -26,7 +26,8 @@ def face() -> None:
 @app.command()
 def demo(  # noqa: PLR0913 (each is an option of the command)
     trace: Annotated[
-        Path | None, typer.Option(help="A trace in Mooncake's format; without one, multi-turn chat.")
+        Path | None,
+        typer.Option(help="A trace in Mooncake's format; without one, multi-turn chat."),
     ] = None,
     scale: Annotated[float, typer.Option(help="Shrinks all lengths: n/512.")] = 0.0625,
     requests: Annotated[int, typer.Option(help="Requests taken from the trace.")] = 100,
@@ -38,7 +39,9 @@ def demo(  # noqa: PLR0913 (each is an option of the command)
     workers: Annotated[int, typer.Option(help="Prefill workers, and as many for decode.")] = 2,
     seed: Annotated[int, typer.Option(help="Of the model and the workload.")] = 0,
     plot: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path(PLOT_NAME),
-    network: Annotated[str, typer.Option(help="private: loopback only; host: Ray's way.")] = "private",
+    network: Annotated[
+        str, typer.Option(help="private: loopback only; host: Ray's way.")
+    ] = "private",
     *,
     kill: Annotated[bool, typer.Option(help="Kill a pool, then a whole node, on the way.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON object.")] = False,

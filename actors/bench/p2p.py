@@ -1,4 +1,4 @@
-"""`kvfabric bench p2p`: a verified pull between two pools against a raw NIXL READ of the same bytes."""
+"""`kvfabric bench p2p`: a verified pull between two pools against a raw NIXL READ."""
 
 import os
 from collections.abc import Sequence

@@ -76,12 +76,12 @@ def bench_pool(clock: Clock) -> Sequence[Row]:
 def _lookup(clock: Clock, pool: PoolProcess) -> Row:
     keys = bench_keys(0, LOOKUP_KEYS)
     namespace = bench_namespace("lookup")
-    with PoolClient.attach(pool.addresses.client, namespace, [GroupGeometry(0, 16, 4096)]) as client:
+    with PoolClient.attach(
+        pool.addresses.client, namespace, [GroupGeometry(0, 16, 4096)]
+    ) as client:
         chunk = memoryview(bytes(4096))
         client.store_bytes(keys, range(len(keys)), [chunk] * len(keys))
-        seconds: list[float] = []
-        for _ in range(LOOKUPS):
-            seconds.append(timed_s(clock, lambda: client.lookup(keys)))
+        seconds = [timed_s(clock, lambda: client.lookup(keys)) for _ in range(LOOKUPS)]
         found = client.lookup(keys)
         if not (found.states == Lookup.HIT).all():
             raise Corrupt("the lookup benchmark", "not every stored key was a hit")

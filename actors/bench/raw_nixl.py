@@ -41,7 +41,8 @@ class RawReads:
     def close(self) -> None:
         """End both processes."""
         for process in (self._reader, self._target):
-            assert process.stdin is not None and process.stdout is not None
+            assert process.stdin is not None
+            assert process.stdout is not None
             process.stdin.close()
             process.wait(timeout=10)
             process.stdout.close()

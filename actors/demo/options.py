@@ -71,9 +71,7 @@ class DemoOptions:
                     "node": node,
                     "run": run,
                     "host": {"slot_bytes": slot_bytes, "region_bytes": region},
-                    "tiers": [
-                        {"type": "fs", "root_dir": str(folder / node), "quota_bytes": files}
-                    ],
+                    "tiers": [{"type": "fs", "root_dir": str(folder / node), "quota_bytes": files}],
                 },
             )
             for node in (PREFILL_NODE, DECODE_NODE)

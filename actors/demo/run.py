@@ -1,8 +1,9 @@
 """Plays a workload on two nodes that share one KV cache, beside an engine without the fabric.
 
-Each request: the router says which prefill worker runs it and from whom it pulls; the prefill worker
-loads what the fabric has and computes the rest; a decode worker on the other node pulls the prompt's
-KV and generates; a plain engine computes the same request from nothing. Tokens must be equal.
+Each request: the router says which prefill worker runs it and from whom it pulls; the prefill
+worker loads what the fabric has and computes the rest; a decode worker on the other node pulls the
+prompt's KV and generates; a plain engine computes the same request from nothing. Tokens must be
+equal.
 """
 
 import contextlib
@@ -140,7 +141,7 @@ class Demo:
 
     def _serve(self, request: Request, prompt: Sequence[int]) -> Served:
         outputs = max(1, min(request.output_tokens, self.options.output_tokens_max))
-        plain = self.plain.generate.remote(prompt, outputs, (), False)
+        plain = self.plain.generate.remote(prompt, outputs, (), fabric=False)
         retries = 0
         keys = self.planner.keys(prompt)
         plan = self.planner.plan(keys, self.crews[PREFILL_NODE].node)
@@ -176,7 +177,7 @@ class Demo:
             if worker is None:
                 break
             try:
-                answer = worker.generate.remote(prompt, outputs, tuple(sources), True)
+                answer = worker.generate.remote(prompt, outputs, tuple(sources))
                 return ray.get(answer, timeout=REQUEST_S), crew.node, tried
             except (RayActorError, RayTaskError) as error:
                 with self.lock:

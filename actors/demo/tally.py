@@ -80,9 +80,7 @@ class Tally:
 
     def ttft_ms(self, kind: str) -> list[float]:
         """Times to first token, in the order served: `with` or `without` the fabric."""
-        return [
-            (one.prefill if kind == "with" else one.plain).ttft_s * 1e3 for one in self.served
-        ]
+        return [(one.prefill if kind == "with" else one.plain).ttft_s * 1e3 for one in self.served]
 
     def summary(self) -> dict[str, Any]:
         """Return what `--json` prints."""

@@ -121,8 +121,8 @@ class Finished:
 
     pull: Pull
     outcomes: tuple[Lookup, ...]
-    """One per key. HIT: here and verified (some are in `commits`, some were here before). PENDING: the
-    source, or another client here, is still writing it. BUSY: no room here or there."""
+    """One per key. HIT: here and verified (some are in `commits`, some were here before). PENDING:
+    the source, or another client here, is still writing it. BUSY: no room here or there."""
     commits: tuple[Chunk, ...]
     """Publish these: bytes in place, checksum verified."""
     aborts: tuple[SlotRef, ...]

@@ -1,23 +1,23 @@
 """The pulling side: brings chunks from other pools into slots of this one.
 
-Ownership. The pool owns its slots. Those that it hands over with `reserved` come back in exactly one
-place: `Finished.commits`, `Finished.aborts`, or `Finished.doomed` and later one `AbortSlots`. A slot
-under a running read is never given back before the transport has called that read terminal.
+Ownership. The pool owns its slots. Those that it hands over with `reserved` come back in exactly
+one place: `Finished.commits`, `Finished.aborts`, or `Finished.doomed` and later one `AbortSlots`. A
+slot under a running read is never given back before the transport has called that read terminal.
 
 Lifecycle of a pull. Hello to the source (once per epoch), lease, reserve, read in batches, verify
 each batch while the next is read, release, `Finished`. Nothing is committed whose bytes, after the
-read, did not sum up to the checksum of the grant; therefore a lease that turns out to have been LOST
-is counted and costs nothing else. The release goes out as soon as the last read is terminal.
+read, did not sum up to the checksum of the grant; therefore a lease that turns out to have been
+LOST is counted and costs nothing else. The release goes out as soon as the last read is terminal.
 
-Failure. Every pull finishes by its deadline, with what is verified by then. A source gives no answer
-(or a read no end) for `source_deadline_s`: it is suspect, all its pulls end at once, and it is not
-asked for `suspect_s`, nor while a read from it still runs. A lost message of a source that answers
-others ends only the pull concerned. A failed read, a refused connection and a message that makes no
-sense have the same effect as silence, at once. `Stale` is followed by one hello; a second ends the
-pull. Answers to requests that are over are ignored.
+Failure. Every pull finishes by its deadline, with what is verified by then. A source gives no
+answer (or a read no end) for `source_deadline_s`: it is suspect, all its pulls end at once, and it
+is not asked for `suspect_s`, nor while a read from it still runs. A lost message of a source that
+answers others ends only the pull concerned. A failed read, a refused connection and a message that
+makes no sense have the same effect as silence, at once. `Stale` is followed by one hello; a second
+ends the pull. Answers to requests that are over are ignored.
 
-Bounds. Sources, pulls, keys in a pull, reads at once and requests are bounded; a pull beyond a bound
-finishes BUSY.
+Bounds. Sources, pulls, keys in a pull, reads at once and requests are bounded; a pull beyond a
+bound finishes BUSY.
 
 Threading. One thread, no sockets, no clock: every method takes the time and returns what to do
 (`actions`), to be carried out in order.

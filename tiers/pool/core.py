@@ -13,9 +13,7 @@ Threading. One thread calls everything.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...fabric.clock import Clock
 from ...fabric.errors import FabricError, Malformed, NamespaceMismatch, Unsupported
-from ...fabric.metrics import Recorder
 from ...fabric.types import ChunkKey, Committed, Lookup, NamespaceId, SlotRef
 from ...fabric.wire import (
     BATCH_CHUNKS_MAX,
@@ -43,7 +41,7 @@ from ...fabric.wire import (
     decode,
     encode,
 )
-from .directory import Directory
+from .context import PoolContext
 from .fetcher import Fetcher
 from .sessions import Namespaces, Session
 
@@ -73,17 +71,15 @@ class ClientCore:
     def __init__(
         self,
         place: PoolPlace,
-        directory: Directory,
+        context: PoolContext,
         fetcher: Fetcher,
-        recorder: Recorder,
-        clock: Clock,
     ) -> None:
         self.place = place
-        self.directory = directory
+        self.directory = context.directory
         self.fetcher = fetcher
-        self.recorder = recorder
-        self.clock = clock
-        self.epoch = directory.epoch
+        self.recorder = context.recorder
+        self.clock = context.clock
+        self.epoch = context.directory.epoch
         self.namespaces = Namespaces(place.slot_bytes)
         self.sessions: dict[bytes, Session] = {}
         self._replies: list[Reply] = []
@@ -214,9 +210,7 @@ class ClientCore:
     def _commit(self, session: Session, _request: int, body: Body) -> Body | None:
         assert isinstance(body, Commit)
         refs = _refs(body.slots, body.generations, len(body.checksums))
-        statuses = self.directory.commit(
-            session.client, refs, body.checksums, self.clock.now_s()
-        )
+        statuses = self.directory.commit(session.client, refs, body.checksums, self.clock.now_s())
         ready = [ref for ref, s in zip(refs, statuses, strict=True) if s is Committed.READY]
         self.fetcher.cascade(session.namespace, [self.directory.chunk(ref) for ref in ready])
         self.fetcher.writers_changed()

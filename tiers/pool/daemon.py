@@ -1,7 +1,7 @@
 """A pool in a process of its own, without Ray: for tests, benchmarks and engines that run no Ray.
 
-The process prints one line of JSON with its addresses when it serves, and stops, removing its files,
-when its standard input closes or it gets SIGTERM.
+The process prints one line of JSON with its addresses when it serves, and stops, removing its
+files, when its standard input closes or it gets SIGTERM.
 """
 
 import json
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ...fabric.clock import SystemClock
 from ...fabric.config import PoolConfig, parse
@@ -39,7 +39,7 @@ class PoolProcess:
             text=True,
             env={**os.environ, "PYTHONPATH": path},
         )
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
         self._process.stdin.write(config.model_dump_json() + "\n")
         self._process.stdin.flush()
         line = _first_line(self._process, START_S)
@@ -70,7 +70,7 @@ class PoolProcess:
             self._process.wait()
         self._close_pipes()
 
-    def __enter__(self) -> "PoolProcess":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -7,10 +7,7 @@ request is answered by its deadline, and what is still under way then goes on fo
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from ...fabric.clock import Clock
-from ...fabric.metrics import Recorder
 from ...fabric.types import (
     Chunk,
     ChunkKey,
@@ -23,7 +20,7 @@ from ...fabric.types import (
 )
 from ...fabric.wire import PinReply, SourceRangeWire
 from ..base import Job, JobKind, JobResult, Tier
-from .directory import Directory
+from .context import PoolContext
 from .fetch import (
     NO_CHUNK,
     WAITERS_MAX,
@@ -34,77 +31,13 @@ from .fetch import (
     Waiter,
     Wanted,
 )
+from .pulls import PullDone, Pulls
 from .sessions import Session
 
 WAIT_S_MAX = 30.0
-"""The longest that a client may ask the pool to wait; a request that waits longer has recomputed."""
+"""The longest that a client may ask the pool to wait; it has recomputed by then."""
 JOB_DEADLINE_S = 30.0
 """For a tier's job. Requests have shorter deadlines of their own; this one frees the slots."""
-
-
-class Memory(Protocol):
-    """The bytes of the region."""
-
-    def view(self, slot: int, length: int) -> memoryview:
-        """Return the first `length` bytes of a slot."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class PullDone:
-    """A pull is terminal; what came is committed and readable."""
-
-    pull_id: int
-    outcomes: tuple[Lookup, ...]
-
-
-class Pulls(Protocol):
-    """Whoever pulls chunks from peers into slots and commits them."""
-
-    def pull(
-        self,
-        pull_id: int,
-        source: SourceRange,
-        namespace: NamespaceId,
-        keys: Sequence[ChunkKey],
-    ) -> None:
-        """Begin. The end comes through `take_done`, by the source's deadline."""
-        ...
-
-    def take_done(self) -> Sequence[PullDone]:
-        """Return the pulls that became terminal since the last call."""
-        ...
-
-    def stats(self) -> dict[str, float]:
-        """Return gauges and counts."""
-        ...
-
-
-class NoPulls:
-    """A pool without peers: every pull is a miss."""
-
-    def __init__(self) -> None:
-        self._done: list[PullDone] = []
-
-    def pull(
-        self,
-        pull_id: int,
-        source: SourceRange,
-        namespace: NamespaceId,
-        keys: Sequence[ChunkKey],
-    ) -> None:
-        """Answer MISS for all."""
-        del source, namespace
-        self._done.append(PullDone(pull_id, (Lookup.MISS,) * len(keys)))
-
-    def take_done(self) -> Sequence[PullDone]:
-        """Return the refused pulls."""
-        done, self._done = self._done, []
-        return done
-
-    def stats(self) -> dict[str, float]:
-        """Return nothing."""
-        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,24 +57,20 @@ class Fetcher:
 
     def __init__(
         self,
-        directory: Directory,
-        memory: Memory,
+        context: PoolContext,
         tiers: Sequence[Tier],
         pulls: Pulls,
-        process: tuple[int, int],
-        recorder: Recorder,
-        clock: Clock,
     ) -> None:
-        self.directory = directory
-        self.memory = memory
+        self.directory = context.directory
+        self.memory = context.memory
         self.tiers = tuple(tiers)
         self.pulls = pulls
-        self.recorder = recorder
-        self.clock = clock
+        self.recorder = context.recorder
+        self.clock = context.clock
         self.chunk_bytes: Callable[[NamespaceId, int], int | None] = _unknown_length
         """Set by the core: how long a group's chunks are."""
         self.fetches = Fetches()
-        self._process = process
+        self._process = context.process
         self._jobs: dict[int, PoolJob] = {}
         self._pulling: dict[int, tuple[Wanted, ...]] = {}
         self._serial = 0
@@ -379,7 +308,9 @@ class Fetcher:
             [result.checksums[i] for i in good],
             self.clock.now_s(),
         )
-        self.directory.abort(job.owner, [ref for ref, hit in zip(job.refs, hits, strict=True) if not hit])
+        self.directory.abort(
+            job.owner, [ref for ref, hit in zip(job.refs, hits, strict=True) if not hit]
+        )
         ready = {i for i, s in zip(good, statuses, strict=True) if s is Committed.READY}
         again: list[Wanted] = []
         for index, wanted in enumerate(job.wanted):

@@ -1,7 +1,7 @@
 """What the pool tells the world: changes of the directory and of its tiers, as one event stream.
 
-The host region and each tier announce a chunk once when they gain it and once when they lose it. The
-manifest for snapshots is the directory's own content plus what the tiers announced.
+The host region and each tier announce a chunk once when they gain it and once when they lose it.
+The manifest for snapshots is the directory's own content plus what the tiers announced.
 """
 
 from collections import Counter
