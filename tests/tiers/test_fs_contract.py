@@ -71,9 +71,3 @@ class TestFileTierBuffered(_FileTierContract):
 class TestFileTierManyWriters(_FileTierContract):
     readers = 1
     writers = 4
-
-    def test_a_job_beyond_the_quota(self, tmp_path: Path):
-        with self.rig(tmp_path, quota_chunks=5) as rig:
-            rig.store(*range(17))
-            assert rig.tier.stats().chunks <= 5
-            rig.load(*range(17))
