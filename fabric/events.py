@@ -21,7 +21,7 @@ import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 import numpy as np
@@ -340,7 +340,9 @@ def hash_low64(value: int | bytes) -> int:
 
 
 def hashes_low64(values: Sequence[int | bytes]) -> list[int]:
-    """Return the low 64 bits of each."""
+    """Return the low 64 bits of each; plain unsigned numbers, the usual case, pass as they are."""
+    if values and set(map(type, values)) == {int} and min(cast("Sequence[int]", values)) >= 0:
+        return list(cast("Sequence[int]", values))
     return [hash_low64(value) for value in values]
 
 
