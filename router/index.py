@@ -60,7 +60,7 @@ class Span:
     start: int
     count: int
     holders: dict[str, Medium]
-    """By source, the medium nearest to the GPU in which every group of these chunks is."""
+    """By source, the nearest medium in which every group of these chunks is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,9 @@ class Holding:
     prefix: int
     """Chunks that it holds in any medium."""
     by_medium: tuple[int, ...]
-    """Chunks that it holds in each medium alone, indexed by `Medium`. Of a chunk whose groups lie in
-    different media the farthest counts."""
+    """Chunks that it holds in each medium alone, indexed by `Medium`.
+
+    Of a chunk whose groups lie in different media the farthest counts."""
 
 
 @dataclass(slots=True)
