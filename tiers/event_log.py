@@ -1,64 +1,151 @@
-"""What a tier gained and lost since it was last asked, for `Tier.take_events`.
+"""A pool's event stream: what it says, numbers, remembers and repeats. Pure; the pool has sockets.
 
-Every gain (a store, a chunk found at start or at a load) and every loss (eviction, corruption, a
-file that vanished) is logged when it happens, so whoever replays the events knows the contents. Of
-several changes to one chunk between two calls only the last is told, at its place in the order.
+Ownership. The log owns its buffer and nothing else; the manifest stays the pool's. Lifecycle: one
+log per epoch of a pool; a restarted pool makes a new one, with the next epoch and from number 0,
+and does not announce what it adopted: readers see the new epoch and ask for the snapshot.
+Failure: none of its own; bounds drop the oldest batches. Threading: one thread.
+
+A chunk is announced once for each medium that has it, and removed once. If two tiers of one medium
+have it, it is announced twice and stands twice in the snapshot.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from ..fabric.types import ChunkKey, NamespaceId
-from .base import TierEvent
+import numpy as np
 
-EVENT_CHUNKS_MAX = 1 << 18
-"""Chunks remembered between two calls; a pool asks several times a second and a disk stores a few
-thousand chunks in one, so more than this means that nobody asks. The oldest are then dropped."""
+from ..fabric.clock import Clock
+from ..fabric.errors import ConfigError
+from ..fabric.events import (
+    HASHES_MAX,
+    Event,
+    EventBatch,
+    Frames,
+    Snapshot,
+    SnapshotSection,
+    chunks_removed,
+    chunks_stored,
+    encode_batch,
+    encode_snapshot,
+    format_topic,
+)
+from ..fabric.replay_log import BUFFER_BYTES_MAX, ReplayLog
+from ..fabric.types import ChunkKey, Medium, key_group, key_low64
+
+BATCH_HASHES_MAX = HASHES_MAX
+"""Chunks in one batch, so that a batch stays under a megabyte and every event under its bound."""
 
 
-class RecordId(NamedTuple):
-    """A chunk's name in a tier. A plain tuple, because it is hashed for every key of a lookup."""
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One chunk that a medium gained or lost. `chunk_tokens` is that of its group."""
 
-    namespace: NamespaceId
     key: ChunkKey
+    medium: Medium
+    removed: bool
+    chunk_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """One line of a pool's manifest: a chunk and a medium that has it."""
+
+    key: ChunkKey
+    medium: Medium
+    chunk_tokens: int
 
 
 class EventLog:
-    """The log. Not thread safe: its tier guards it."""
+    """The publisher's side of one pool."""
 
-    def __init__(self, chunks_max: int = EVENT_CHUNKS_MAX) -> None:
-        self._chunks_max = chunks_max
-        self._removed: dict[RecordId, bool] = {}
-        self.dropped = 0
-        """Changes that nobody took in time."""
+    def __init__(
+        self,
+        node: str,
+        epoch: int,
+        buffer_batches: int,
+        heartbeat_s: float,
+        clock: Clock,
+        buffer_bytes_max: int = BUFFER_BYTES_MAX,
+    ) -> None:
+        """Start numbering at 0. Raises `Malformed` for a node name that a topic cannot hold."""
+        if buffer_batches < 1 or heartbeat_s <= 0:
+            raise ConfigError(
+                "events", f"{buffer_batches=} {heartbeat_s=}", "Both must be above 0."
+            )
+        self.node = node
+        self.epoch = epoch
+        self.topic = format_topic(node, epoch)
+        self._log = ReplayLog(self.topic, buffer_batches, buffer_bytes_max)
+        self._heartbeat_s = heartbeat_s
+        self._clock = clock
+        self._spoke_s = clock.now_s()
 
-    def gained(self, record: RecordId) -> None:
-        """Log that the tier has the chunk from now on."""
-        self._note(record, removed=False)
+    @property
+    def next_seq(self) -> int:
+        """The number that the next batch will have."""
+        return self._log.next_seq
 
-    def lost(self, record: RecordId) -> None:
-        """Log that the tier does not have the chunk any more."""
-        self._note(record, removed=True)
+    def append(self, changes: Sequence[Change]) -> list[Frames]:
+        """Return the messages to publish, in order: one for up to `BATCH_HASHES_MAX` changes.
 
-    def _note(self, record: RecordId, *, removed: bool) -> None:
-        self._removed.pop(record, None)
-        self._removed[record] = removed
-        if len(self._removed) > self._chunks_max:
-            del self._removed[next(iter(self._removed))]
-            self.dropped += 1
+        Order is kept, so that a removal before a store stays before it. Runs of changes that differ
+        only in their key share one event.
+        """
+        return [
+            self._publish(_events(changes[start : start + BATCH_HASHES_MAX]))
+            for start in range(0, len(changes), BATCH_HASHES_MAX)
+        ]
 
-    def take(self) -> Sequence[TierEvent]:
-        """Return the changes in order, neighbours of one kind in one event, and forget them."""
-        events: list[TierEvent] = []
-        keys: list[ChunkKey] = []
-        kind = (NamespaceId(b""), False)
-        for record, removed in self._removed.items():
-            if keys and kind != (record.namespace, removed):
-                events.append(TierEvent(kind[0], tuple(keys), kind[1]))
-                keys = []
-            kind = (record.namespace, removed)
-            keys.append(record.key)
-        if keys:
-            events.append(TierEvent(kind[0], tuple(keys), kind[1]))
-        self._removed.clear()
-        return events
+    def heartbeat_due(self, now_s: float) -> bool:
+        """Whether the stream was silent for a heartbeat."""
+        return now_s - self._spoke_s >= self._heartbeat_s
+
+    def heartbeat(self) -> Frames:
+        """Return an empty batch to publish."""
+        return self._publish(())
+
+    def replay(self, start_seq: int, manifest: Iterable[Resident] = ()) -> list[Frames]:
+        """Return the answer to a replay request, without the ROUTER's identity, end mark last.
+
+        `manifest` is read only if `start_seq` asks for the snapshot.
+        """
+        return self._log.answer(start_seq, lambda: encode_snapshot(self.snapshot(manifest)))
+
+    def snapshot(self, manifest: Iterable[Resident]) -> Snapshot:
+        """Return the whole truth as of the next batch. `manifest` must be in step with `append`."""
+        sections: dict[tuple[int, Medium, int], list[int]] = {}
+        for resident in manifest:
+            section = (key_group(resident.key), resident.medium, resident.chunk_tokens)
+            sections.setdefault(section, []).append(key_low64(resident.key))
+        packed = tuple(
+            SnapshotSection(group, medium.name, tokens, np.array(hashes, dtype="<u8").tobytes())
+            for (group, medium, tokens), hashes in sorted(sections.items())
+        )
+        return Snapshot(self.node, self.epoch, self.next_seq, self._clock.unix_s(), packed)
+
+    def _publish(self, events: tuple[Event, ...]) -> Frames:
+        self._spoke_s = self._clock.now_s()
+        return self._log.append(encode_batch(EventBatch(self._clock.unix_s(), events, 0)))
+
+
+def _events(changes: Sequence[Change]) -> tuple[Event, ...]:
+    events: list[Event] = []
+    hashes: list[int] = []
+    for index, change in enumerate(changes):
+        hashes.append(key_low64(change.key))
+        follower = changes[index + 1] if index + 1 < len(changes) else None
+        if follower is None or _kind(follower) != _kind(change):
+            events.append(_event(change, hashes))
+            hashes = []
+    return tuple(events)
+
+
+def _kind(change: Change) -> tuple[int, Medium, bool, int]:
+    return key_group(change.key), change.medium, change.removed, change.chunk_tokens
+
+
+def _event(change: Change, hashes: Sequence[int]) -> Event:
+    group = key_group(change.key)
+    if change.removed:
+        return chunks_removed(hashes, group, change.medium)
+    return chunks_stored(hashes, group, change.medium, change.chunk_tokens)
