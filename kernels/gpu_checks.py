@@ -95,12 +95,10 @@ def _make_cache(
     return EngineCacheView.dense(cache, case.order)
 
 
-def check_pack(
-    case: PackCase,
-    packer: Callable[[GroupLayout, list[EngineCacheView], int, int], Packer],
-    device: str,
-    seed: int = 0,
-) -> None:
+MakePacker = Callable[[GroupLayout, list[EngineCacheView], int, int], Packer]
+
+
+def check_pack(case: PackCase, packer: MakePacker, device: str, seed: int = 0) -> None:
     """Compare a packer on a device with the twin, both ways. Raises `AssertionError`."""
     rng = np.random.default_rng(seed)
     per_chunk = case.group.blocks_per_chunk(case.block_tokens)
@@ -132,6 +130,29 @@ def check_pack(
         for part, wanted in zip(view.parts, other.parts, strict=True):
             found = torch.as_tensor(part.data).cpu().numpy()
             _require_equal(case, "unpacked cache", found, wanted.array)
+
+
+def check_far(packer: MakePacker, device: str) -> None:
+    """Move blocks that lie past 4 GiB, byte by byte, so that an index in 32 bits would wrap.
+
+    The cache is one lazily backed allocation, of which a few pages are touched on a CPU.
+    """
+    group = GroupLayout.mla(1, 1023, 4)
+    num_blocks = (1 << 32) // (4 * 1023) + 8
+    cache = torch.empty((num_blocks, 4, 1023), dtype=torch.uint8, device=device)
+    rows = np.random.default_rng(2).integers(0, 256, (2, 4, 1023), dtype=np.uint8)
+    wanted = np.zeros((2, 4, group.row_stride_bytes), np.uint8)
+    wanted[:, :, :1023] = rows
+    cache[-2:] = torch.from_numpy(rows).to(device)
+    ids = torch.tensor([[num_blocks - 2], [num_blocks - 1]], device=device)
+    slots = torch.arange(2, device=device)
+    chunks = torch.full((2, group.chunk_bytes), POISON, dtype=torch.uint8, device=device)
+    tested = packer(group, [EngineCacheView.mla(cache)], 0, 1)
+    tested.pack(ids, chunks, slots)
+    np.testing.assert_array_equal(chunks.cpu().numpy().reshape(wanted.shape), wanted, "far pack")
+    cache[-2:] = POISON
+    tested.unpack(ids, chunks, slots)
+    np.testing.assert_array_equal(cache[-2:].cpu().numpy(), rows, "far unpack")
 
 
 def _same_axes(view: EngineCacheView, group: GroupLayout) -> EngineCacheView:
@@ -251,10 +272,11 @@ def comparisons(device: str) -> list[tuple[str, Callable[[], object]]]:
     """Return the checks of every kernel against its twin."""
     from .pack.triton import TritonPacker
 
-    return [
+    checks: list[tuple[str, Callable[[], object]]] = [
         (f"pack: {case.name}", lambda case=case: check_pack(case, TritonPacker, device))
         for case in PACK_CASES
     ]
+    return [*checks, ("pack: past 4 GiB", lambda: check_far(TritonPacker, device))]
 
 
 def main() -> int:

@@ -49,7 +49,8 @@ class NumpyPacker:
                     for chunk, engine in views:
                         run = engine.shape[-1]
                         chunk[:, :, :, place, :, :run] = engine[:, :, block]
-                        chunk[:, :, :, place, :, run:] = 0
+                        if run < plan.stored_bytes:
+                            chunk[:, :, :, place, :, run:] = 0
 
     def unpack(self, block_ids: Any, chunks: Any, slots: Any) -> None:
         """Copy this rank's part of some chunks into the engine's cache. Arguments as `pack`."""

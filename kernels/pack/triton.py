@@ -126,7 +126,7 @@ class TritonPacker:
     ) -> None:
         self.group = group
         self.plans = plan_copies(group, caches, rank, size)
-        self._tables = [_addresses(plan) for plan in self.plans]
+        self._ready = [(plan, plan.align_bytes(), _addresses(plan)) for plan in self.plans]
 
     def pack(self, block_ids: torch.Tensor, chunks: torch.Tensor, slots: torch.Tensor) -> None:
         """Copy this rank's part of some chunks out of the engine's cache.
@@ -148,9 +148,11 @@ class TritonPacker:
         chunks: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
-        for plan, table in zip(self.plans, self._tables, strict=True):
+        for plan, align, table in self._ready:
             _check(plan, block_ids, chunks, slots)
-            constants = launch_constants(plan, direction, chunks.stride(0), chunks.data_ptr())
+            constants = launch_constants(
+                plan, direction, gcd(align, chunks.data_ptr()), chunks.stride(0)
+            )
             grid = block_ids.numel() * programs_per_block(plan, constants)
             if grid:
                 launch = copy_blocks[(grid,)]
@@ -168,10 +170,14 @@ def _addresses(plan: CopyPlan) -> torch.Tensor:
 
 
 def launch_constants(
-    plan: CopyPlan, direction: Direction, slot_stride: int, chunks_address: int
+    plan: CopyPlan, direction: Direction, align: int, slot_stride: int
 ) -> dict[str, Any]:
-    """Return the compile-time constants of a launch, for slots so many bytes apart."""
-    align = gcd(plan.align_bytes(), slot_stride, chunks_address)
+    """Return the compile-time constants of a launch.
+
+    `align` divides the addresses of caches and chunks and all strides of the plan; slots lie
+    `slot_stride` bytes apart.
+    """
+    align = gcd(align, slot_stride)
     word = min(align, 8)
     _, heads, tokens, run = plan.shape
     unit = heads * tokens * plan.stored_bytes // word
@@ -242,7 +248,7 @@ def _variant(name: str, group: GroupLayout, view: EngineCacheView, direction: Di
         copy_blocks,
         {"table": "*i64", "block_ids": "*i64", "slots": "*i64", "chunks": "*u8"},
         {"num_blocks": "i32"},
-        launch_constants(plan, direction, slot_stride, 0),
+        launch_constants(plan, direction, plan.align_bytes(), slot_stride),
         {"num_warps": WARPS},
     )
 
