@@ -16,7 +16,7 @@ from ..fabric.clock import Clock
 from ..fabric.errors import Closed, Conservation
 from ..fabric.types import Chunk, ChunkKey, Lookup, Medium, NamespaceId
 from .base import Job, JobKind, JobResult, Tier, TierEvent, TierStats
-from .event_log import EventLog, RecordId
+from .tier_events import TierEventLog, RecordId
 
 COUNTERS = (
     "stored", "store_skipped", "store_failed", "loaded", "load_missed", "corrupt", "evicted",
@@ -58,7 +58,7 @@ class MemoryTier(Tier):
         self._queue: list[Job] = []
         """Bounded by the pool: every job pins slots of the region."""
         self._finished: list[JobResult] = []
-        self._events = EventLog()
+        self._events = TierEventLog()
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._closed = False
 

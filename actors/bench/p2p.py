@@ -12,7 +12,7 @@ from ...fabric.types import Lookup, SourceRange
 from ...fabric.wire import GroupGeometry
 from ...tiers.pool.client import PoolClient
 from ...tiers.pool.daemon import PoolProcess
-from .pool import CHUNK_BYTES, CHUNKS, GB, bench_keys, bench_namespace
+from .pool import CHUNK_BYTES, CHUNKS, GB, bench_keys, bench_namespace, cut
 from .raw_nixl import RawReads
 from .rows import Row, run_pairs
 
@@ -46,8 +46,7 @@ def _config(node: str) -> PoolConfig:
 
 def _pull(clock: Clock, there: PoolClient, here: PoolClient, endpoint: str) -> Row:
     rng = np.random.default_rng(3)
-    data = memoryview(rng.integers(0, 255, CHUNKS * CHUNK_BYTES, np.uint8))
-    chunks = [data[i * CHUNK_BYTES : (i + 1) * CHUNK_BYTES] for i in range(CHUNKS)]
+    chunks = cut(rng.integers(0, 255, CHUNKS * CHUNK_BYTES, np.uint8))
     sources = [SourceRange("source", endpoint, 0, CHUNKS)]
     first = 0
     try:

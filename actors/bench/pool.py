@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from ...fabric.clock import Clock
 from ...fabric.config import PoolConfig, parse
@@ -73,6 +74,11 @@ def bench_pool(clock: Clock) -> Sequence[Row]:
     return rows
 
 
+def cut(data: NDArray[np.uint8]) -> list[memoryview]:
+    """Return views of all whole chunks."""
+    return [data[i : i + CHUNK_BYTES].data for i in range(0, data.nbytes, CHUNK_BYTES)]
+
+
 def _lookup(clock: Clock, pool: PoolProcess) -> Row:
     keys = bench_keys(0, LOOKUP_KEYS)
     namespace = bench_namespace("lookup")
@@ -93,8 +99,7 @@ def _store_load(clock: Clock, pool: PoolProcess) -> Row:
     rng = np.random.default_rng(2)
     data = rng.integers(0, 255, CHUNKS * CHUNK_BYTES, np.uint8)
     back = np.zeros_like(data)
-    chunks = [memoryview(data)[i * CHUNK_BYTES : (i + 1) * CHUNK_BYTES] for i in range(CHUNKS)]
-    into = [memoryview(back)[i * CHUNK_BYTES : (i + 1) * CHUNK_BYTES] for i in range(CHUNKS)]
+    chunks, into = cut(data), cut(back)
     other = np.zeros_like(data)
     first = 0
     geometry = [GroupGeometry(0, 16, CHUNK_BYTES)]

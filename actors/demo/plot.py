@@ -4,6 +4,7 @@ import statistics
 from pathlib import Path
 
 import matplotlib as mpl
+from matplotlib.axes import Axes
 
 from ..engines.reference import ORIGINS
 from .tally import Tally
@@ -38,7 +39,7 @@ def _title(tally: Tally) -> str:
     )
 
 
-def _draw_tokens(tally: Tally, axes: "mpl.axes.Axes") -> None:
+def _draw_tokens(tally: Tally, axes: Axes) -> None:
     axes.bar(["without"], [tally.prompt_tokens], color=COLOURS["computed"], label="computed")
     axes.bar(["with"], [tally.computed_tokens], color=COLOURS["computed"])
     bottom = tally.computed_tokens
@@ -53,7 +54,7 @@ def _draw_tokens(tally: Tally, axes: "mpl.axes.Axes") -> None:
     axes.legend(fontsize=8, loc="upper left")
 
 
-def _draw_first_token(tally: Tally, axes: "mpl.axes.Axes") -> None:
+def _draw_first_token(tally: Tally, axes: Axes) -> None:
     turns = sorted({one.turn for one in tally.served})
     for kind, colour in (("without", COLOURS["computed"]), ("with", COLOURS["host"])):
         times = list(zip(tally.served, tally.ttft_ms(kind), strict=True))
@@ -69,7 +70,7 @@ def _draw_first_token(tally: Tally, axes: "mpl.axes.Axes") -> None:
     axes.legend(fontsize=8, title="the fabric")
 
 
-def _draw_bytes(tally: Tally, axes: "mpl.axes.Axes") -> None:
+def _draw_bytes(tally: Tally, axes: Axes) -> None:
     values = [tally.bytes(origin) / 1e6 for origin in ORIGINS]
     bars = axes.barh(
         [WHERE[o] for o in ORIGINS], values, color=[COLOURS[origin] for origin in ORIGINS]

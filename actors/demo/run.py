@@ -11,13 +11,13 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
 import ray
-from ray.actor import ActorHandle
+from ray.actor import ActorProxy
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from rich.console import Console
 from rich.live import Live
@@ -29,7 +29,7 @@ from ...tiers.pool.region import sweep
 from ..cluster import NODE_LABEL, LocalCluster, local_cluster
 from ..engines.reference import EngineSettings, Generated
 from ..fabric import Fabric
-from ..worker import WorkerActor
+from ..worker import WorkerActor, WorkerShell
 from .options import DECODE_NODE, PREFILL_NODE, DemoOptions, longest_request
 from .planner import Planner
 from .tally import Served, Tally
@@ -44,7 +44,7 @@ STATS_PERIOD_S = 0.5
 KILL_POOL_AT, KILL_NODE_AT = 0.33, 0.66
 """Shares of the requests after which `--kill` strikes."""
 
-Worker = ActorHandle[WorkerActor]
+Worker = ActorProxy[WorkerShell]
 
 
 @dataclass(slots=True)
@@ -141,7 +141,7 @@ class Demo:
 
     def _serve(self, request: Request, prompt: Sequence[int]) -> Served:
         outputs = max(1, min(request.output_tokens, self.options.output_tokens_max))
-        plain = self.plain.generate.remote(prompt, outputs, (), fabric=False)
+        plain = self.plain.compute.remote(prompt, outputs)
         retries = 0
         keys = self.planner.keys(prompt)
         plan = self.planner.plan(keys, self.crews[PREFILL_NODE].node)
@@ -206,7 +206,7 @@ class Demo:
 
 
 @contextlib.contextmanager
-def watching(demo: Demo, console: Console) -> Iterator[None]:
+def watching(demo: Demo, console: Console) -> Generator[None]:
     """Show the live view, and ask the pools for their numbers, off the requests' path."""
     stop = threading.Event()
 

@@ -4,7 +4,7 @@ import random
 
 from kvfabric.fabric.types import Chunk, ChunkKey, Lookup, NamespaceId, SlotRef
 from kvfabric.tiers.base import Job, JobKind
-from kvfabric.tiers.event_log import EventLog, RecordId
+from kvfabric.tiers.tier_events import TierEventLog, RecordId
 from kvfabric.tiers.fs.index import Claim, Claimed, Entry, FileIndex
 from kvfabric.tiers.fs.jobs import MISSED, ActiveJob, Done, JobQueue
 
@@ -114,7 +114,7 @@ def test_what_has_begun_is_not_expired():
 
 
 def test_the_last_word_on_a_chunk_is_told_in_order():
-    log = EventLog()
+    log = TierEventLog()
     log.gained(record(1))
     log.gained(record(2))
     log.lost(record(3))
@@ -131,7 +131,7 @@ def test_the_last_word_on_a_chunk_is_told_in_order():
 
 
 def test_events_that_nobody_takes_are_bounded():
-    log = EventLog(chunks_max=3)
+    log = TierEventLog(chunks_max=3)
     for number in range(5):
         log.gained(record(number))
     assert log.dropped == 2

@@ -20,7 +20,7 @@ from enum import IntEnum
 
 from ...fabric.errors import Conservation
 from ...fabric.types import ChunkKey, Lookup, NamespaceId
-from ..event_log import RecordId
+from ..tier_events import RecordId
 
 UNKNOWN_CHECKSUM = 0
 """Of a record found by name only; a real checksum is never 0."""

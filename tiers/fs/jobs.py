@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ...fabric.types import Chunk, Lookup
 from ..base import Job, JobKind, JobResult
-from ..event_log import RecordId
+from ..tier_events import RecordId
 
 RUN_CHUNKS_MAX = 8
 """Chunks that a thread takes at once: enough to make the lock's cost vanish beside small chunks."""

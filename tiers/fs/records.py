@@ -23,7 +23,7 @@ from ...fabric.file_record import (
     encode_header,
     record_bytes,
 )
-from ..event_log import RecordId
+from ..tier_events import RecordId
 from .ops import FileOps
 
 RECORD_SUFFIX = ".kv"

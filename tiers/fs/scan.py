@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ...fabric.file_record import BLOCK_BYTES
 from ...fabric.types import KEY_BYTES_MAX, NAMESPACE_BYTES, ChunkKey, NamespaceId
-from ..event_log import RecordId
+from ..tier_events import RecordId
 from .index import Entry
 from .ops import FileOps, Found
 from .owner import owner_path

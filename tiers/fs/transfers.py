@@ -13,7 +13,7 @@ from ...fabric.checksum import checksum
 from ...fabric.clock import Clock
 from ...fabric.file_record import PAYLOAD_BYTES_MAX, record_bytes
 from ...fabric.types import Chunk, Lookup
-from ..event_log import EventLog, RecordId
+from ..tier_events import TierEventLog, RecordId
 from .index import NOTHING, UNKNOWN_CHECKSUM, Claim, Claimed, Entry, FileIndex, Granted
 from .jobs import MISSED, Done
 from .records import ReadCase, RecordFiles, Scratch, WriteCase
@@ -42,7 +42,7 @@ class Transfers:
     ) -> None:
         self.index = index
         self.files = files
-        self.events = EventLog()
+        self.events = TierEventLog()
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._clock = clock
         self._lock = lock

@@ -211,8 +211,12 @@ class ClientCore:
         assert isinstance(body, Commit)
         refs = _refs(body.slots, body.generations, len(body.checksums))
         statuses = self.directory.commit(session.client, refs, body.checksums, self.clock.now_s())
-        ready = [ref for ref, s in zip(refs, statuses, strict=True) if s is Committed.READY]
-        self.fetcher.cascade(session.namespace, [self.directory.chunk(ref) for ref in ready])
+        ready = [
+            chunk
+            for ref, status in zip(refs, statuses, strict=True)
+            if status is Committed.READY and (chunk := self.directory.chunk(ref)) is not None
+        ]
+        self.fetcher.cascade(session.namespace, ready)
         self.fetcher.writers_changed()
         return CommitReply(list(statuses))
 

@@ -18,7 +18,8 @@ from typing import Any, Self
 from ...fabric.clock import SystemClock
 from ...fabric.config import PoolConfig, parse
 from ...fabric.errors import FabricError, Unavailable
-from .server import PoolAddresses, PoolServer
+from .server import PoolServer
+from .sockets import PoolAddresses
 
 START_S = 30.0
 """Reserving a large region's pages takes about a second for each 2 GB."""

@@ -103,40 +103,43 @@ class Fetcher:
                 entry.status = entry.status if entry.status is Lookup.HIT else Lookup.BUSY
             return _reply(entries)
         undecided = [i for i, entry in enumerate(entries) if entry.status is not Lookup.HIT]
+        written = {i for i in undecided if entries[i].status is Lookup.PENDING}
         for index in undecided:
             entries[index].status = Lookup.PENDING
         deadline_s = now_s + min(wait_s, WAIT_S_MAX)
         waiter = Waiter(session, request, entries, len(undecided), deadline_s)
         self.fetches.waiters.append(waiter)
-        self._want(waiter, keys, undecided, sources)
+        ranges = [SourceRange(s.node, s.endpoint, s.start, s.count) for s in sources]
+        self._decide(
+            [
+                wanted
+                for index in undecided
+                if (wanted := self._want(waiter, index, keys[index], ranges)) is not None
+                and not self._awaits_writer(wanted, written=index in written)
+            ]
+        )
         return None
 
     def _want(
-        self,
-        waiter: Waiter,
-        keys: Sequence[ChunkKey],
-        undecided: Sequence[int],
-        sources: Sequence[SourceRangeWire],
-    ) -> None:
-        fresh: list[Wanted] = []
-        namespace = waiter.session.namespace
-        ranges = [SourceRange(s.node, s.endpoint, s.start, s.count) for s in sources]
-        for index in undecided:
-            address = (namespace, keys[index])
-            wanted = self.fetches.wanted.get(address)
-            if wanted is None:
-                if len(self.fetches.wanted) >= WANTED_MAX:
-                    waiter.decide(index, Lookup.BUSY, NO_CHUNK, "")
-                    continue
-                wanted = self.fetches.wanted[address] = Wanted(namespace, keys[index])
-                fresh.append(wanted)
-            wanted.sources += [
-                one
-                for one in ranges
-                if one.start <= index < one.start + one.count and one not in wanted.sources
-            ]
-            self.fetches.join(waiter, index, wanted)
-        self._decide(fresh)
+        self, waiter: Waiter, index: int, key: ChunkKey, ranges: Sequence[SourceRange]
+    ) -> Wanted | None:
+        """Let a waiter wait for a chunk; return it if nobody waited for it before."""
+        address = (waiter.session.namespace, key)
+        known = self.fetches.wanted.get(address)
+        if known is None and len(self.fetches.wanted) >= WANTED_MAX:
+            waiter.decide(index, Lookup.BUSY, NO_CHUNK, "")
+            return None
+        wanted = self.fetches.wanted.setdefault(address, known or Wanted(*address))
+        for one in ranges:
+            if one.start <= index < one.start + one.count:
+                wanted.add_source(one)
+        self.fetches.join(waiter, index, wanted)
+        return wanted if known is None else None
+
+    def _awaits_writer(self, wanted: Wanted, *, written: bool) -> bool:
+        if written:
+            wanted.stage = Stage.WRITER
+        return written
 
     def _decide(self, batch: Sequence[Wanted]) -> None:
         """Choose where each chunk comes from next, and begin."""

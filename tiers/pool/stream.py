@@ -66,7 +66,8 @@ class PoolStream:
             del self._below[key, medium]
 
     def _manifest(self) -> Iterator[Resident]:
-        for namespace, key in self._directory.ready_keys():
+        for namespace, chunk in self._directory.ready_chunks():
+            key = chunk.key
             yield Resident(key, Medium.CPU, self.chunk_tokens(namespace, key_group(key)))
         for (key, medium), count in self._below.items():
             for _ in range(count):
