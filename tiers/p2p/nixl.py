@@ -19,6 +19,7 @@ A process that made a UCX agent crashes in its ordinary exit (NIXL 1.5.1): end i
 import importlib.util
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from ipaddress import ip_address
@@ -213,7 +214,8 @@ class NixlTransport(Transport):
 
     def _drop(self, read: _Read) -> None:
         if read.request:
-            self._agent.releaseXferReq(read.request)
+            with suppress(*self._errors):
+                self._agent.releaseXferReq(read.request)
 
     def _state(self, status: Any) -> ReadState:
         if status == self._nixl.NIXL_IN_PROG:
