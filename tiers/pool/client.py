@@ -347,10 +347,8 @@ class PoolClient:
         self.node = reply.node
         self.namespace_id = NamespaceId(reply.namespace_id)
         if self._region is None:
-            self._region = RegionView.attach(
-                reply.control_path, reply.segment_paths, reply.slot_bytes
-            )
-            self._reader = TableReader(self._region.control)
+            region = RegionView.attach(reply.control_path, reply.segment_paths)
+            self._region, self._reader = region, TableReader(region.control)
         return reply.lease_s
 
     def _ask(self, body: Message, expected: type[R], timeout_s: float | None = None) -> R:

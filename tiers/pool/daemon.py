@@ -97,7 +97,7 @@ def serve(values: Mapping[str, Any]) -> None:
     """Run a pool until standard input closes or SIGTERM comes, then remove its files and exit."""
     server = PoolServer(parse(PoolConfig, values), SystemClock())
     server.start()
-    signal.signal(signal.SIGTERM, lambda *_: sys.stdin.close())
+    signal.signal(signal.SIGTERM, _close_input)
     print(json.dumps(asdict(server.addresses)), flush=True)  # noqa: T201 (the parent reads it)
     while True:
         try:
@@ -106,6 +106,10 @@ def serve(values: Mapping[str, Any]) -> None:
         except ValueError:
             break
     server.stop(unlink=True)
+
+
+def _close_input(_signal: int, _frame: object) -> None:
+    sys.stdin.close()
 
 
 def main() -> None:
