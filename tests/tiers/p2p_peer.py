@@ -73,7 +73,9 @@ class Pins:
     def __init__(self, region: Region) -> None:
         self.places = {
             key(index): Placed(
-                Chunk(key(index), SlotRef(index, 1), region.chunk_bytes, checksum(region.view(index))),
+                Chunk(
+                    key(index), SlotRef(index, 1), region.chunk_bytes, checksum(region.view(index))
+                ),
                 0,
                 index * region.chunk_bytes,
             )
@@ -136,7 +138,9 @@ class Puller:
         self.do(self.consumer.want(wanted, CLOCK.now_s()))
         while self.finished is None:
             for address, socket in tuple(self.sockets.items()):
-                while self.sockets.get(address) is socket and socket.poll(0 if self.reads.busy else 1):
+                while self.sockets.get(address) is socket and socket.poll(
+                    0 if self.reads.busy else 1
+                ):
                     envelope = decode(socket.recv())
                     self.do(self.consumer.on_message(address, envelope, CLOCK.now_s()))
             for event in self.reads.poll():
@@ -221,7 +225,9 @@ def scenario_death() -> dict:
     transport = NixlTransport("consumer", 1, devices_for(LISTEN))
     transport.register([region.segment])
     peer = transport.add_peer(bytes.fromhex(agent))
-    items = [ReadItem(region.address + at, address + at, 1 << 20) for at in range(0, 64 << 20, 1 << 20)]
+    items = [
+        ReadItem(region.address + at, address + at, 1 << 20) for at in range(0, 64 << 20, 1 << 20)
+    ]
 
     def read(*, kill: bool = False) -> tuple[str, float]:
         start_s = CLOCK.now_s()
