@@ -11,7 +11,7 @@ from kvfabric.fabric.config import FileTierConfig
 from kvfabric.fabric.errors import ConfigError
 from kvfabric.fabric.file_record import record_bytes
 from kvfabric.tiers.fs import FileOps, FileTier, IoMode
-from kvfabric.tiers.testing import HIT, MISS, NAMESPACE, ManualClock, Rig, key, payload
+from kvfabric.tiers.testing import HIT, MISS, NAMESPACE, ManualClock, Rig, key
 
 OPERATIONS = [name for name in vars(FileOps) if not name.startswith("_")]
 RECORD = record_bytes(5000)
@@ -102,6 +102,7 @@ def scenario(root: Path, ops: FileOps) -> None:
     close(rig)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("warm", [False, True])
 def test_any_one_call_may_fail(tmp_path, error, warm):
@@ -298,7 +299,3 @@ def test_a_root_that_cannot_be_made_is_a_config_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ConfigError, match="root_dir"):
         make_rig(tmp_path / "file" / "root")
-
-
-def test_payloads_are_what_the_suite_says():
-    assert payload(1, 4) == payload(1, 4) != payload(2, 4)
