@@ -106,10 +106,10 @@ def sweep(
     run: Annotated[str | None, typer.Option(help="Only this fabric's; default: all.")] = None,
 ) -> None:
     """Remove regions that no pool holds and no process has mapped."""
-    from .tiers.pool.region import sweep as sweep_files
+    from .tiers.pool.sweep import sweep as sweep_files
 
     for swept in sweep_files(directory, run):
-        typer.echo(f"removed {swept.path} ({swept.size_bytes} bytes)")
+        typer.echo(f"removed {swept.path} ({swept.freed_bytes} bytes)")
 
 
 def main() -> None:
