@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.ray_logging import global_worker_stdstream_dispatcher
 from ray.cluster_utils import Cluster
 
 NODE_LABEL = "kvfabric/node"
@@ -33,7 +34,7 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
-    "RAY_DEDUP_LOGS": "0",
+    "RAY_BACKEND_LOG_LEVEL": "error",
 }
 """Set before Ray starts. A token file in the user's home would otherwise turn authentication on."""
 
@@ -80,6 +81,8 @@ def local_cluster(nodes: Sequence[str], namespace: str = "kvfabric") -> Generato
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
+        # Ray prints the last lines of a raylet's log when it dies, which `kill_node` asks for.
+        global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
         yield LocalCluster(cluster, raylets)
     finally:
         ray.shutdown()
