@@ -88,7 +88,6 @@ class Sources:
         """Take note of who a source is; what it was before is not read any more."""
         if source.welcome is not None and source.welcome.agent != welcome.agent:
             source.retired.add(source.welcome.agent)
-        source.retired.discard(welcome.agent)
         source.state, source.epoch, source.welcome = SourceState.READY, epoch, welcome
         self.remove_retired(source)
 
