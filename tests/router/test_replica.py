@@ -1,4 +1,4 @@
-"""Authority and replicas: equal answers through loss, restarts and a rebuild from pool snapshots."""
+"""Authority and replicas: equal answers through loss, restarts and rebuilds from pools."""
 
 import random
 
@@ -67,6 +67,8 @@ class Link:
                 start = SNAPSHOT_SEQ if isinstance(request, AskSnapshot) else request.start_seq
                 for reply in self.authority.replay(start):
                     more += self.feed.on_reply(reply, self.clock.now_s())
+                    if any(one.fresh for one in more):
+                        break  # A new connection: what the old one still brings is lost.
             requests = more
         raise AssertionError("the feed asks without end")
 

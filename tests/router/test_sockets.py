@@ -32,9 +32,20 @@ class FakeClock:
         self.time_s += seconds
 
 
+class KeepingContext(zmq.Context):
+    """Keeps its sockets until it is destroyed, so that a failed test closes them too."""
+
+    kept = ()
+
+    def socket(self, *args, **options):
+        made = super().socket(*args, **options)
+        self.kept = (*self.kept, made)
+        return made
+
+
 @pytest.fixture
 def context():
-    made = zmq.Context()
+    made = KeepingContext()
     yield made
     made.destroy(linger=0)
 
