@@ -48,7 +48,9 @@ def demo(  # noqa: PLR0913 (each is an option of the command)
 ) -> None:
     """Two nodes of a local Ray cluster share one KV cache; every token is checked."""
     from .actors.netns import Isolation, isolate_network
+    from .actors.quiet import quiet_ray
 
+    quiet_ray()
     if network == "private" and isolate_network() is Isolation.HOST:
         typer.echo("no private network here; Ray listens on this host's address", err=True)
     from .actors.demo.options import DemoOptions
