@@ -77,7 +77,7 @@ class RouterShell:
         with self._lock:
             index = self._authority.index
             return {
-                source: sum(len(section.array) for section in index.dump(source))
+                source: sum(len(section.array()) for section in index.dump(source))
                 for source in index.sources
             }
 

@@ -54,6 +54,8 @@ class PoolSockets:
             self.peers = self._bound(zmq.ROUTER, config.peers.listen, "peers")
             self.events = self._bound(zmq.PUB, config.events.publish, "events")
             self.replay = self._bound(zmq.ROUTER, config.events.replay, "replay")
+            # A whole replay at once: what a full queue swallowed the reader would ask for again.
+            self.replay.setsockopt(zmq.SNDHWM, 2 * config.events.buffer_batches)
         except BaseException:
             self.close()
             raise
