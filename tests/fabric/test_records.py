@@ -170,12 +170,15 @@ def test_tags_of_a_batch_equal_those_by_hand_and_the_golden_one():
 
 def test_identities_are_the_first_bytes_of_records():
     keys = [RECORD.key, make_key(b"d" * 16, 1)]
-    rows = records.identities_of(RECORD.namespace, keys)
+    rows, tags = records.lookups_of(RECORD.namespace, keys)
+    assert tags.tolist() == [tag_by_hand(RECORD.namespace, key) for key in keys]
     assert rows.dtype == np.uint64
     for row, key in zip(rows, keys, strict=True):
         raw = SlotRecord(key, RECORD.namespace, 1, 2, 3, 4, 5, 6, SlotState.WRITING).encode()
         assert row.tobytes() == raw[:56]
-    assert records.identities_of(RECORD.namespace, keys[:1]).tobytes() == RECORD.encode()[:56]
+    rows, tags = records.lookups_of(RECORD.namespace, keys[:1] * 3)
+    assert rows.tobytes() == RECORD.encode()[:56] * 3
+    assert tags.tolist() == [tag_by_hand(RECORD.namespace, RECORD.key)] * 3
 
 
 @pytest.mark.parametrize("size", [0, 11, 37, 72])
@@ -183,3 +186,5 @@ def test_bytes_that_cannot_be_a_key_are_malformed(size: int):
     for keys in ([bytes(size)], [RECORD.key, bytes(size)]):
         with pytest.raises(Malformed, match=f"key is malformed: {size} bytes"):
             records.tags_of(RECORD.namespace, keys)
+        with pytest.raises(Malformed, match=f"key is malformed: {size} bytes"):
+            records.lookups_of(RECORD.namespace, keys)

@@ -5,7 +5,6 @@ knows nothing of eviction; when a chunk disappears, the changes must have said s
 """
 
 import hashlib
-import os
 import random
 from collections import Counter
 
@@ -311,7 +310,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.model.settle()
 
 
-TestDirectoryMachine = DirectoryMachine.TestCase
+TestDirectoryMachine = pytest.mark.slow(DirectoryMachine.TestCase)
 TestDirectoryMachine.settings = settings(
     deadline=None, max_examples=20, stateful_step_count=30, derandomize=True
 )
@@ -363,8 +362,6 @@ def test_a_seeded_life(seed: int):
 
 
 @pytest.mark.soak
-def test_many_long_lives():
-    first = int(os.environ.get("KVFABRIC_SOAK_SEED", "1000"))
-    for seed in range(first, first + 20):
-        print(f"seed {seed}")  # noqa: T201
-        live(seed, steps=3000)
+@pytest.mark.parametrize("seed", range(1000, 1020))
+def test_a_long_seeded_life(seed: int):
+    live(seed, steps=2000)
