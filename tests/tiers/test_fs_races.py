@@ -7,7 +7,7 @@ from pathlib import Path
 from kvfabric.fabric.checksum import checksum
 from kvfabric.fabric.file_record import record_bytes
 from kvfabric.fabric.types import Chunk, Lookup, SlotRef
-from kvfabric.tiers.event_log import RecordId
+from kvfabric.tiers.tier_events import RecordId
 from kvfabric.tiers.fs import FileOps
 from kvfabric.tiers.fs.index import FileIndex
 from kvfabric.tiers.fs.jobs import Done
