@@ -38,6 +38,14 @@ class PoolAddresses:
     replay: str
 
 
+@dataclass(frozen=True, slots=True)
+class Dealer:
+    """A connection to a source, and the socket on which ZeroMQ tells what becomes of it."""
+
+    socket: Socket
+    monitor: Socket
+
+
 class PoolSockets:
     """Bound sockets and connections to sources. Raises `ConfigError` for an address in use."""
 
@@ -47,7 +55,7 @@ class PoolSockets:
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._wake_out, self._wake_in = os.pipe()
-        self._dealers: dict[str, Socket] = {}
+        self._dealers: dict[str, Dealer] = {}
         try:
             self.clients = self._bound(zmq.ROUTER, f"ipc://{self._path}", "clients")
             os.chmod(self._path, 0o600)
@@ -89,28 +97,38 @@ class PoolSockets:
     def from_sources(self, ready: Ready) -> Iterator[tuple[str, list[bytes]]]:
         """Yield what sources answered, with their endpoints."""
         for endpoint, dealer in list(self._dealers.items()):
-            for frames in self.received(dealer, ready):
+            for frames in self.received(dealer.socket, ready):
                 yield endpoint, frames
+
+    def lost_sources(self, ready: Ready) -> Iterator[str]:
+        """Yield the endpoints that refused a connection or closed it: nobody serves there."""
+        for endpoint, dealer in list(self._dealers.items()):
+            if any(True for _ in self.received(dealer.monitor, ready)):
+                yield endpoint
 
     def connect(self, endpoint: str) -> None:
         """Open a connection to a source."""
         socket = self._socket(zmq.DEALER)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         socket.connect(endpoint)
         self._poller.register(socket, zmq.POLLIN)
-        self._dealers[endpoint] = socket
+        self._poller.register(monitor, zmq.POLLIN)
+        self._dealers[endpoint] = Dealer(socket, monitor)
 
     def disconnect(self, endpoint: str) -> None:
         """Close a connection and forget what it has not sent."""
-        socket = self._dealers.pop(endpoint, None)
-        if socket is not None:
-            self._poller.unregister(socket)
-            socket.close()
+        dealer = self._dealers.pop(endpoint, None)
+        if dealer is not None:
+            self._poller.unregister(dealer.socket)
+            self._poller.unregister(dealer.monitor)
+            dealer.socket.disable_monitor()
+            dealer.socket.close()
 
     def ask_source(self, endpoint: str, frame: bytes) -> None:
         """Send to a source; nothing happens if it is not connected."""
-        socket = self._dealers.get(endpoint)
-        if socket is not None:
-            send(socket, [frame])
+        dealer = self._dealers.get(endpoint)
+        if dealer is not None:
+            send(dealer.socket, [frame])
 
     def watch(self, descriptor: int) -> None:
         """Let `poll` report a descriptor that can be read."""
