@@ -42,7 +42,7 @@ from .peering import DirectoryPins, Peering
 from .process import alive, this_process
 from .pulls import NoPulls, Pulls
 from .region import Region
-from .sockets import PoolSockets, send
+from .sockets import Dialled, PoolSockets, send
 from .stream import PoolStream
 from .table import SlotTable
 
@@ -284,27 +284,34 @@ class PoolServer:
     def _flush(self) -> None:
         for reply in self.core.take_replies():
             send(self.sockets.clients, [reply.identity, reply.frame])
-        for action in self.peering.take_socket_actions() if self.peering else ():
+        if self.peering is not None:
+            self._talk_to_sources(self.peering)
+        self._publish()
+        self._watch_processes()
+
+    def _talk_to_sources(self, peering: Peering) -> None:
+        for action in peering.take_socket_actions():
             if isinstance(action, Connect):
-                self.sockets.connect(action.endpoint)
+                if self.sockets.connect(action.endpoint) is Dialled.REFUSED:
+                    peering.connect_failed(action.endpoint)
             elif isinstance(action, Disconnect):
                 self.sockets.disconnect(action.endpoint)
             else:
                 self.sockets.ask_source(action.endpoint, action.frame)
-        self._publish()
-        self._watch_processes()
 
     def _publish(self) -> None:
         for frames in self.stream.take_frames():
             send(self.sockets.events, frames)
 
     def _watch_processes(self) -> None:
-        watched = set(self._watched.values())
-        for process in self.core.processes() - watched:
+        for process in self.core.processes() - set(self._watched.values()):
             try:
                 descriptor = os.pidfd_open(process[0])
             except ProcessLookupError:
                 self.core.process_gone(*process)
+                continue
+            except OSError:  # no descriptor is left: the next turn tries again
+                self.recorder.count("kvfabric_loop_errors_total", loop="watch")
                 continue
             if not alive(*process):
                 os.close(descriptor)
