@@ -47,7 +47,6 @@ from .context import PoolContext
 from .fetcher import Fetcher
 from .sessions import Namespaces, Session
 
-
 PID_MAX = 1 << 22
 """No pid of Linux is as high (PID_MAX_LIMIT)."""
 DROP_VERIFY_BYTES_MAX = 256 << 20
