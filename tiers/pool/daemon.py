@@ -61,6 +61,11 @@ class PoolProcess:
         """The process id."""
         return self._process.pid
 
+    @property
+    def alive(self) -> bool:
+        """Whether it runs, or is stopped."""
+        return self._process.poll() is None
+
     def stats(self) -> dict[str, float]:
         """Return the pool's gauges and counts by name, metrics among them."""
         return self._ask("stats", ANSWER_S)
