@@ -103,6 +103,7 @@ class PoolServer:
         except BaseException:
             self._undo_all()
             raise
+        self._unlink = False
         self._thread = threading.Thread(target=self._run, name="kvfabric-pool", daemon=True)
         self._thread.start()
 
@@ -126,6 +127,7 @@ class PoolServer:
     def _open_region(self) -> None:
         host = self.config.host
         self.region = Region.open(host.directory, self.config.run, self.config.node, host)
+        self._unlink = not self.region.adopted  # should the start fail
         self._undo.append(lambda: self.region.close(unlink=self._unlink))
         self.memory = RegionMemory(self.region)
         slots = host.region_bytes // host.slot_bytes
@@ -243,12 +245,12 @@ class PoolServer:
         return max(0, min(IDLE_POLL_MS, int((deadline_s - self.clock.now_s()) * 1000) + 1))
 
     def _on_peer(self, identity: bytes, frame: bytes) -> None:
-        if self.source is None:
-            return
         try:
             envelope = decode(frame)
         except Malformed:
             self.recorder.count("kvfabric_messages_refused_total", channel="peer")
+            return
+        if self.source is None:
             return
         for answer in self.source.handle(identity, envelope, self.clock.now_s()):
             send(self.sockets.peers, [answer.identity, answer.frame])
