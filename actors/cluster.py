@@ -1,13 +1,14 @@
-"""A Ray cluster of several real raylets on this machine, for the demo, the tests and the benchmarks."""
+"""A Ray cluster of several real raylets on this machine, for demo, tests and benchmarks."""
 
 import contextlib
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
@@ -50,7 +51,7 @@ class LocalCluster:
 
 
 @contextlib.contextmanager
-def local_cluster(nodes: Sequence[str], namespace: str = "kvfabric") -> Iterator[LocalCluster]:
+def local_cluster(nodes: Sequence[str], namespace: str = "kvfabric") -> Generator[LocalCluster]:
     """Start one raylet per node, the first of them the head, and connect this process.
 
     On exit everything is ended and the cluster's temporary folder is removed. Call
@@ -63,7 +64,9 @@ def local_cluster(nodes: Sequence[str], namespace: str = "kvfabric") -> Iterator
     raylets: dict[str, object] = {}
     try:
         for number, node in enumerate(nodes):
-            head = {"_system_config": HEALTH_CHECKS, "temp_dir": folder} if number == 0 else {}
+            head: dict[str, Any] = (
+                {"_system_config": HEALTH_CHECKS, "temp_dir": folder} if number == 0 else {}
+            )
             raylets[node] = cluster.add_node(
                 num_cpus=CPUS_PER_NODE,
                 include_dashboard=False,

@@ -1,8 +1,8 @@
 """The fabric on a Ray cluster: one pool per node, a router actor, and their addresses.
 
-Ownership. Pools and the router are named, detached actors: they outlive the job that started them and
-are ended by `Fabric.shutdown`. Which node gets a pool is decided by `plan_pools` (pure); `reconcile`
-carries it out and may be called at any time, by anyone.
+Ownership. Pools and the router are named, detached actors: they outlive the job that started them
+and are ended by `Fabric.shutdown`. Which node gets a pool is decided by `plan_pools` (pure);
+`reconcile` carries it out and may be called at any time, by anyone.
 """
 
 import contextlib
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
+from ray.actor import ActorProxy
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from ..fabric.config import PoolConfig
 from ..fabric.errors import Unavailable
-from ..tiers.pool.server import PoolAddresses
+from ..tiers.pool.sockets import PoolAddresses
 from .cluster import NODE_LABEL
-from .pool import POOL_NAME, PoolActor
-from .router import ROUTER_NAME, RouterActor, RouterAddresses
+from .pool import POOL_NAME, PoolActor, PoolShell
+from .router import ROUTER_NAME, RouterActor, RouterAddresses, RouterShell
 
 NAMESPACE = "kvfabric"
 START_S = 60.0
@@ -54,12 +54,12 @@ class Fabric:
     def __init__(self, config: Mapping[str, PoolConfig]) -> None:
         self._config = dict(config)
         self._run = next(iter(self._config.values())).run
-        self._pools: dict[str, ActorHandle[PoolActor]] = {}
-        self._router: ActorHandle[RouterActor] | None = None
+        self._pools: dict[str, ActorProxy[PoolShell]] = {}
+        self._router: ActorProxy[RouterShell] | None = None
 
     @classmethod
     def start(cls, configs: Sequence[PoolConfig]) -> "Fabric":
-        """Start a pool for each configured node and the router. Raises `Unavailable`, leaving nothing."""
+        """Start a pool per node and the router. Raises `Unavailable`, leaving nothing."""
         fabric = cls({config.node: config for config in configs})
         try:
             fabric.reconcile()
@@ -73,9 +73,7 @@ class Fabric:
         """Add pools for nodes that lack one and forget those of dead nodes; say what was done."""
         plan = plan_pools(set(labelled_nodes()) & set(self._config), self._pools)
         for node in plan.remove:
-            with contextlib.suppress(ValueError):
-                ray.kill(self._pools[node], no_restart=True)
-            del self._pools[node]
+            _end(self._pools.pop(node))
         for node in plan.add:
             self._pools[node] = PoolActor.options(
                 name=POOL_NAME.format(run=self._run, node=node),
@@ -94,7 +92,7 @@ class Fabric:
         """The nodes that have a pool."""
         return tuple(sorted(self._pools))
 
-    def pool(self, node: str) -> "ActorHandle[PoolActor]":
+    def pool(self, node: str) -> ActorProxy[PoolShell]:
         """The pool actor of a node."""
         return self._pools[node]
 
@@ -103,7 +101,9 @@ class Fabric:
         try:
             return ray.get(self._pools[node].addresses.remote(), timeout=START_S)
         except GetTimeoutError as error:
-            raise Unavailable(f"the pool of node {node}", START_S, "See its actor's log.") from error
+            raise Unavailable(
+                f"the pool of node {node}", START_S, "See its actor's log."
+            ) from error
 
     def router(self) -> RouterAddresses:
         """Start the router if it does not run yet, and say where replicas read from it."""
@@ -116,7 +116,7 @@ class Fabric:
             ).remote(self._run, [self.addresses(node) for node in self.nodes])
         return ray.get(self._router.addresses.remote(), timeout=START_S)
 
-    def router_actor(self) -> "ActorHandle[RouterActor]":
+    def router_actor(self) -> ActorProxy[RouterShell]:
         """The router actor. Start it first with `router`."""
         assert self._router is not None
         return self._router
@@ -134,10 +134,14 @@ class Fabric:
         for pool in self._pools.values():
             with contextlib.suppress(RayActorError, GetTimeoutError):
                 ray.get(pool.shutdown.remote(), timeout=SHUTDOWN_S)
-            ray.kill(pool, no_restart=True)
+            _end(pool)
         self._pools.clear()
         if self._router is not None:
-            ray.kill(self._router, no_restart=True)
+            _end(self._router)
             self._router = None
 
 
+def _end(actor: Any) -> None:
+    """End an actor for good; it may be dead already."""
+    with contextlib.suppress(ValueError):
+        ray.kill(actor, no_restart=True)

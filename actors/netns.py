@@ -1,7 +1,8 @@
-"""A network of this process's own, so that a demo's or a test's cluster listens on nobody's address.
+"""A network of this process's own, so that a demo's or a test's cluster listens on nobody's
+address.
 
-Ray listens on the host's outward address even when it is told 127.0.0.1 (it rewrites it). In a fresh
-network namespace there is only loopback, so all of a local cluster stays inside it.
+Ray listens on the host's outward address even when it is told 127.0.0.1 (it rewrites it). In a
+fresh network namespace there is only loopback, so all of a local cluster stays inside it.
 """
 
 import ctypes

@@ -144,6 +144,12 @@ TABLE: tuple[Metric, ...] = (
         (Label("reason", ("prefix", "load", "cold", "none")),),
     ),
     Metric(
+        "kvfabric_messages_refused_total",
+        Kind.COUNTER,
+        "Messages that were not of the protocol, by the socket they came on. Each was harmless.",
+        (Label("channel", ("client", "peer", "replay")),),
+    ),
+    Metric(
         "kvfabric_loop_errors_total",
         Kind.COUNTER,
         "Errors that only a thread's outermost loop caught. Each is a bug to report.",

@@ -1,10 +1,125 @@
-"""The command line."""
+"""The command line: `kvfabric demo | bench | sweep`."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
 
 import typer
+from rich.console import Console
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
+from .fabric.clock import SystemClock
+from .fabric.errors import FabricError
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="One KV cache for a fleet of LLM engines."
+)
+
+PLOT_NAME = "kvfabric-demo.png"
+
+
+@app.callback()
+def face() -> None:
+    """One KV cache for a fleet of LLM engines on a Ray cluster."""
+
+
+@app.command()
+def demo(  # noqa: PLR0913 (each is an option of the command)
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="A trace in Mooncake's format; without one, multi-turn chat."),
+    ] = None,
+    scale: Annotated[float, typer.Option(help="Shrinks all lengths: n/512.")] = 0.0625,
+    requests: Annotated[int, typer.Option(help="Requests taken from the trace.")] = 100,
+    conversations: Annotated[int, typer.Option(help="Conversations, without a trace.")] = 4,
+    turns: Annotated[int, typer.Option(help="Turns of each conversation.")] = 8,
+    output_tokens: Annotated[int, typer.Option(help="Tokens generated at most, per turn.")] = 48,
+    chunk_tokens: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 32,
+    block_tokens: Annotated[int, typer.Option(help="Tokens of an engine block.")] = 16,
+    workers: Annotated[int, typer.Option(help="Prefill workers, and as many for decode.")] = 2,
+    seed: Annotated[int, typer.Option(help="Of the model and the workload.")] = 0,
+    plot: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path(PLOT_NAME),
+    network: Annotated[
+        str, typer.Option(help="private: loopback only; host: Ray's way.")
+    ] = "private",
+    *,
+    kill: Annotated[bool, typer.Option(help="Kill a pool, then a whole node, on the way.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="End with one JSON object.")] = False,
+) -> None:
+    """Two nodes of a local Ray cluster share one KV cache; every token is checked."""
+    from .actors.netns import Isolation, isolate_network
+
+    if network == "private" and isolate_network() is Isolation.HOST:
+        typer.echo("no private network here; Ray listens on this host's address", err=True)
+    from .actors.demo.options import DemoOptions
+    from .actors.demo.plot import draw
+    from .actors.demo.run import run
+    from .actors.demo.view import differing, print_end
+
+    console = Console(stderr=as_json)
+    options = DemoOptions(
+        trace=trace,
+        scale=scale,
+        requests=requests,
+        conversations=conversations,
+        turns=turns,
+        output_tokens_max=output_tokens,
+        prefill_workers=workers,
+        decode_workers=workers,
+        chunk_tokens=chunk_tokens,
+        block_tokens=block_tokens,
+        seed=seed,
+        kill=kill,
+    )
+    tally = run(options, console, SystemClock())
+    print_end(tally, console)
+    draw(tally, plot)
+    console.print(f"picture: {plot}")
+    if as_json:
+        typer.echo(json.dumps(tally.summary()))
+    if not tally.tokens_identical:
+        console.print(f"requests that differ: {list(differing(tally))}")
+        raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="pool or p2p")],
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON lines instead of a table.")] = False,
+) -> None:
+    """Measure, beside a peer or a physical limit in the same run."""
+    from .actors.bench import BENCHES
+    from .actors.bench.rows import show
+
+    if name not in BENCHES:
+        raise typer.BadParameter(f"{name!r} is none of: {', '.join(BENCHES)}")
+    console = Console(stderr=as_json)
+    with console.status(f"measuring {name}"):
+        rows = BENCHES[name](SystemClock())
+    show(rows, Console(), as_json=as_json)
+
+
+@app.command()
+def sweep(
+    directory: Annotated[str, typer.Option(help="Where regions lie.")] = "/dev/shm",
+    run: Annotated[str | None, typer.Option(help="Only this fabric's; default: all.")] = None,
+) -> None:
+    """Remove regions that no pool holds and no process has mapped."""
+    from .tiers.pool.region import sweep as sweep_files
+
+    for swept in sweep_files(directory, run):
+        typer.echo(f"removed {swept.path} ({swept.size_bytes} bytes)")
 
 
 def main() -> None:
-    """Run the command line."""
-    app()
+    """Run the command line; an error of the fabric is one sentence and exit code 2."""
+    try:
+        app()
+    except FabricError as error:
+        typer.echo(f"kvfabric: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -12,7 +12,7 @@ sends no heartbeats. A request begins at the last number taken in, so that its s
 the publisher is still the same.
 
 A restart is another epoch, or a number that goes back with a newer stamp; in a stream without
-epochs (0, vLLM) also a number that goes back with a stamp never seen. The source is dropped at once.
+epochs (0, vLLM) also a number that goes back with a stamp never seen. The source is dropped then.
 Epochs should grow; one that does not is believed if its stamp is newer than all before. What is
 left of late and doubled messages, of this epoch or an older one, is ignored.
 
@@ -171,9 +171,9 @@ class SourceStream(Generic[B, S]):
         self._pending: dict[int, tuple[float, B]] = {}
         self._wait = _Wait(times.answer_s)
         self._heard_s = 0.0
-        self._snapshot_asked_s = 0.0
-        self._want_snapshot = False
-        """A snapshot is due, and was put off because the last one is too recent."""
+        self._rebuilt_s = 0.0
+        self._want_rebuild = False
+        """A rebuild is due, and was put off because the last one is too recent."""
         self._known = False
         """Whether an epoch was ever heard."""
         self._has_snapshots = True
@@ -204,9 +204,8 @@ class SourceStream(Generic[B, S]):
         self._hold(seq, ts, batch)
         if self._wait.kind is _Asked.NOTHING:
             self._settle(now_s)
-        elif self.trusted:
-            if self._catch_up():
-                self._found_gap()
+        elif self.trusted and self._catch_up():
+            self._found_gap()
         return self._take()
 
     def on_replayed(
@@ -233,7 +232,7 @@ class SourceStream(Generic[B, S]):
             self._wait.answered = True
             self._wait.since_s = now_s
         elif not self._wait.answered:
-            self._fell_behind(now_s)
+            self._rebuild(now_s)
         return self._take()
 
     def on_snapshot(
@@ -274,7 +273,7 @@ class SourceStream(Generic[B, S]):
             return self._take()
         self._adopt_pending()
         if self._catch_up() and not wait.answered and not wait.probe:
-            self._fell_behind(now_s)
+            self._rebuild(now_s)
         else:
             self._settle(now_s)
         return self._take()
@@ -286,14 +285,14 @@ class SourceStream(Generic[B, S]):
         """
         if self._has_snapshots:
             self._distrust()
-            self._ask_snapshot(now_s)
+            self._rebuild(now_s)
         return self._take()
 
     def tick(self, now_s: float) -> list[Action[B, S]]:
         """Time passed: ask again what stayed unanswered, probe a stream that is silent."""
         wait = self._wait
-        if self._want_snapshot and wait.kind is not _Asked.SNAPSHOT:
-            self._ask_snapshot(now_s)
+        if self._want_rebuild and wait.kind is not _Asked.SNAPSHOT:
+            self._rebuild(now_s)
         elif wait.kind is _Asked.NOTHING:
             if now_s - self._heard_s >= self._times.silence_s:
                 self._ask_replay(now_s, fresh=False)
@@ -351,13 +350,18 @@ class SourceStream(Generic[B, S]):
         """Without snapshots: forget, and begin where the publisher's buffer begins."""
         self._distrust()
         self._actions.append(Drop(self.source))
+        self._want_rebuild = False
+        self._rebuilt_s = now_s
         self._adopt = True
         self._ask_replay(now_s, fresh=self._wait.kind is not _Asked.NOTHING)
 
-    def _fell_behind(self, now_s: float) -> None:
-        """The publisher no longer has the batch that is missing."""
-        if self._has_snapshots:
-            self._ask_snapshot(now_s)
+    def _rebuild(self, now_s: float) -> None:
+        """Get the whole truth: after what is under way, not more often than an answer may take."""
+        too_soon = now_s - self._rebuilt_s < self._times.answer_s
+        if too_soon or self._wait.kind is _Asked.SNAPSHOT:
+            self._want_rebuild = True
+        elif self._has_snapshots:
+            self._send_snapshot(now_s, fresh=self._wait.kind is not _Asked.NOTHING)
         else:
             self._begin_anew(now_s)
 
@@ -374,7 +378,7 @@ class SourceStream(Generic[B, S]):
     def _settle(self, now_s: float) -> None:
         """Nothing is asked: take in what is next; what then still waits has a gap before it."""
         gap = self._catch_up()
-        if self._want_snapshot:
+        if self._want_rebuild:
             return
         if gap:
             if self.trusted:
@@ -409,11 +413,16 @@ class SourceStream(Generic[B, S]):
     def _catch_up(self) -> bool:
         """Take in what is next. Says whether something waits behind a gap."""
         self._drain()
-        # A later number with an older stamp is left over from before a restart without epochs.
-        for seq in [at for at, held in self._pending.items() if held[0] < self._history.applied_ts]:
+        if self.epoch == 0:
+            self._forget_former_life()
+        return bool(self._pending)
+
+    def _forget_former_life(self) -> None:
+        """Drop what waits with a later number and no later stamp: sent before a restart."""
+        last = self._history.applied_ts
+        for seq in [at for at, held in self._pending.items() if held[0] <= last]:
             del self._pending[seq]
             self.counts.ignored += 1
-        return bool(self._pending)
 
     def _distrust(self) -> None:
         if self.trusted:
@@ -426,17 +435,9 @@ class SourceStream(Generic[B, S]):
         start = 0 if self._adopt else max(self.expected - 1, 0)
         self._actions.append(AskReplay(self.source, start, fresh))
 
-    def _ask_snapshot(self, now_s: float) -> None:
-        """Ask for a snapshot, after the one under way, not more often than an answer may take."""
-        too_soon = now_s - self._snapshot_asked_s < self._times.answer_s
-        if too_soon or self._wait.kind is _Asked.SNAPSHOT:
-            self._want_snapshot = True
-        else:
-            self._send_snapshot(now_s, fresh=self._wait.kind is not _Asked.NOTHING)
-
     def _send_snapshot(self, now_s: float, *, fresh: bool) -> None:
-        self._want_snapshot = False
-        self._snapshot_asked_s = now_s
+        self._want_rebuild = False
+        self._rebuilt_s = now_s
         self._begin_wait(_Asked.SNAPSHOT, now_s)
         self._actions.append(AskSnapshot(self.source, fresh))
 

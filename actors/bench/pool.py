@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from ...fabric.clock import Clock
 from ...fabric.config import PoolConfig, parse
@@ -73,15 +74,20 @@ def bench_pool(clock: Clock) -> Sequence[Row]:
     return rows
 
 
+def cut(data: NDArray[np.uint8]) -> list[memoryview]:
+    """Return views of all whole chunks."""
+    return [data[i : i + CHUNK_BYTES].data for i in range(0, data.nbytes, CHUNK_BYTES)]
+
+
 def _lookup(clock: Clock, pool: PoolProcess) -> Row:
     keys = bench_keys(0, LOOKUP_KEYS)
     namespace = bench_namespace("lookup")
-    with PoolClient.attach(pool.addresses.client, namespace, [GroupGeometry(0, 16, 4096)]) as client:
+    with PoolClient.attach(
+        pool.addresses.client, namespace, [GroupGeometry(0, 16, 4096)]
+    ) as client:
         chunk = memoryview(bytes(4096))
         client.store_bytes(keys, range(len(keys)), [chunk] * len(keys))
-        seconds: list[float] = []
-        for _ in range(LOOKUPS):
-            seconds.append(timed_s(clock, lambda: client.lookup(keys)))
+        seconds = [timed_s(clock, lambda: client.lookup(keys)) for _ in range(LOOKUPS)]
         found = client.lookup(keys)
         if not (found.states == Lookup.HIT).all():
             raise Corrupt("the lookup benchmark", "not every stored key was a hit")
@@ -93,8 +99,7 @@ def _store_load(clock: Clock, pool: PoolProcess) -> Row:
     rng = np.random.default_rng(2)
     data = rng.integers(0, 255, CHUNKS * CHUNK_BYTES, np.uint8)
     back = np.zeros_like(data)
-    chunks = [memoryview(data)[i * CHUNK_BYTES : (i + 1) * CHUNK_BYTES] for i in range(CHUNKS)]
-    into = [memoryview(back)[i * CHUNK_BYTES : (i + 1) * CHUNK_BYTES] for i in range(CHUNKS)]
+    chunks, into = cut(data), cut(back)
     other = np.zeros_like(data)
     first = 0
     geometry = [GroupGeometry(0, 16, CHUNK_BYTES)]

@@ -47,7 +47,8 @@ def run_pairs(
     ours: Callable[[], float], reference: Callable[[], float], pairs: int = PAIRS
 ) -> Pair:
     """Run both in turn, once to warm up and then `pairs` times; each returns its own seconds."""
-    ours(), reference()
+    ours()
+    reference()
     runs = [(ours(), reference()) for _ in range(pairs)]
     return Pair(
         statistics.median(run[0] for run in runs),

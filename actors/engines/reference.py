@@ -27,13 +27,14 @@ from ...fabric.wire import GroupGeometry
 from ...kernels.pack import CacheOrder, EngineCacheView, make_packer
 from ...kernels.reference.cache import Full
 from ...kernels.reference.config import DTYPE_BYTES, ModelConfig
-from ...kernels.reference.engine import Engine, Sequence as EngineSequence
+from ...kernels.reference.engine import Engine
+from ...kernels.reference.engine import Sequence as EngineSequence
 from ...tiers.pool.client import PoolClient
 
 ORIGINS = ("host", "fs", "peer")
 """Where a reused chunk can have come from."""
 LOAD_WAIT_S = 2.0
-"""What a request waits for tiers and peers before it computes: one source's deadline and its end."""
+"""What a request waits for tiers and peers before it computes: a source's deadline and more."""
 SAVES_MAX = 64
 """Chunk runs waiting to be saved; the model then waits for the saver."""
 
@@ -223,9 +224,7 @@ class ReferenceWorker:
         saves.append(self._saver.submit(save))
 
 
-def reference_namespace(
-    settings: EngineSettings, layout: GroupLayout, numerics: str
-) -> Namespace:
+def reference_namespace(settings: EngineSettings, layout: GroupLayout, numerics: str) -> Namespace:
     """Return the namespace of a reference engine's KV."""
     model = settings.model
     return Namespace(
@@ -246,5 +245,3 @@ def reference_namespace(
 def _count(result: Generated, error: FabricError) -> None:
     name = type(error).__name__
     result.faults[name] = result.faults.get(name, 0) + 1
-
-

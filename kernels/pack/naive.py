@@ -7,7 +7,8 @@ Block ids are checked before the first byte moves, so that a refused call has wr
 negative id is padding: its tokens are neither read nor written. `pack` fills the padding of a row
 with zeros, so that equal tokens give equal chunks.
 
-A packer may be used by one thread at a time. It keeps the engine's tensors alive.
+A packer keeps the engine's tensors alive and nothing else, so several threads may use it at once
+for different chunks and blocks.
 """
 
 from collections.abc import Sequence
@@ -48,7 +49,8 @@ class NumpyPacker:
                     for chunk, engine in views:
                         run = engine.shape[-1]
                         chunk[:, :, :, place, :, :run] = engine[:, :, block]
-                        chunk[:, :, :, place, :, run:] = 0
+                        if run < plan.stored_bytes:
+                            chunk[:, :, :, place, :, run:] = 0
 
     def unpack(self, block_ids: Any, chunks: Any, slots: Any) -> None:
         """Copy this rank's part of some chunks into the engine's cache. Arguments as `pack`."""
@@ -93,7 +95,8 @@ def _walk(
 
 
 def _chunk_view(plan: CopyPlan, chunk: Any) -> _Array:
-    flat = np.asarray(chunk).view(np.uint8)
+    is_buffer = not hasattr(chunk, "__array__")
+    flat = np.frombuffer(chunk, np.uint8) if is_buffer else np.asarray(chunk).view(np.uint8)
     if flat.ndim != 1 or flat.nbytes < plan.chunk_bytes:
         raise ConfigError(
             "slot_bytes",

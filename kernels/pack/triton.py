@@ -27,9 +27,9 @@ import triton.language as tl
 
 from ...fabric.errors import ConfigError, Malformed
 from ...fabric.layout import GroupLayout
-from ..jit import kernel
+from ..jit import Variant, kernel
 from .plan import CopyPlan, plan_copies
-from .view import EngineCacheView
+from .view import CacheOrder, EngineCacheView
 
 TILE_WORDS_MAX = 1024
 """With 4 warps, 8 words of 8 bytes per thread: four 16-byte loads in flight."""
@@ -72,7 +72,8 @@ def copy_blocks(
 ) -> None:
     """Copy one tile. Sizes, strides and offsets of the constants are in words, ALIGN in bytes.
 
-    table int64 [LAYERS, HALVES], block_ids int64 [n, BLOCKS], slots int64 [n], chunks any type.
+    table int64 [LAYERS, HALVES] holds addresses, block_ids int64 [n, BLOCKS], slots int64 [n];
+    chunks are any type.
     """
     UNIT: tl.constexpr = HEADS * TOKENS * STORED
     TILES: tl.constexpr = (UNIT + TILE - 1) // TILE
@@ -88,21 +89,27 @@ def copy_blocks(
     block = tl.load(block_ids + place)
     slot = tl.load(slots + chunk)
     valid = (block >= 0) & (block < num_blocks)
-    engine = tl.load(table + layer * HALVES + half).to(tl.pointer_type(WORD))
-    engine = tl.multiple_of(engine, ALIGN) + block * ENGINE_BLOCK
+    # The hint must be on the pointer: on the integer before the cast the compiler forgets it.
+    engine = tl.multiple_of(tl.load(table + layer * HALVES + half).to(tl.pointer_type(WORD)), ALIGN)
+    engine += block * ENGINE_BLOCK
     stored = tl.multiple_of(chunks.to(tl.pointer_type(WORD), bitcast=True), ALIGN)
     stored += slot * CHUNK_SLOT + CHUNK_OFFSET + layer.to(tl.int64) * CHUNK_PAGE
     stored += half.to(tl.int64) * CHUNK_HALF + (place % BLOCKS).to(tl.int64) * (TOKENS * STORED)
 
+    # Every remainder is of `unit` itself: after a remainder of a remainder the compiler no longer
+    # sees how many words follow each other, and halves the width of the accesses.
     unit = tile * TILE + tl.arange(0, TILE)
     head = (unit // (TOKENS * STORED)).to(tl.int64)
     rest = unit % (TOKENS * STORED)
-    token = (rest // STORED).to(tl.int64)
-    word = rest % STORED
+    token = ((unit // STORED) % TOKENS).to(tl.int64)
+    word = unit % STORED
     engine += head * ENGINE_HEAD + token * ENGINE_TOKEN + word
     stored += head * CHUNK_HEAD + rest
     inside = (unit < UNIT) & valid
-    in_run = inside & (word < RUN)
+    in_run = inside
+    # Only where rows are padded: the comparison would cost whole rows their widest access.
+    if RUN < STORED:
+        in_run = inside & (word < RUN)
     if PACK:
         words = tl.load(engine, mask=in_run, other=0, cache_modifier=".cg")
         tl.store(stored, words, mask=inside, cache_modifier=".cg")
@@ -119,15 +126,7 @@ class TritonPacker:
     ) -> None:
         self.group = group
         self.plans = plan_copies(group, caches, rank, size)
-        device = caches[0].parts[0].data.device
-        self._tables = [
-            torch.tensor(
-                [[part.address for part in layer] for layer in plan.parts],
-                dtype=torch.int64,
-                device=device,
-            )
-            for plan in self.plans
-        ]
+        self._ready = [(plan, plan.align_bytes(), _addresses(plan)) for plan in self.plans]
 
     def pack(self, block_ids: torch.Tensor, chunks: torch.Tensor, slots: torch.Tensor) -> None:
         """Copy this rank's part of some chunks out of the engine's cache.
@@ -149,9 +148,11 @@ class TritonPacker:
         chunks: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
-        for plan, table in zip(self.plans, self._tables, strict=True):
+        for plan, align, table in self._ready:
             _check(plan, block_ids, chunks, slots)
-            constants = launch_constants(plan, direction, chunks.stride(0), chunks.data_ptr())
+            constants = launch_constants(
+                plan, direction, gcd(align, chunks.data_ptr()), chunks.stride(0)
+            )
             grid = block_ids.numel() * programs_per_block(plan, constants)
             if grid:
                 launch = copy_blocks[(grid,)]
@@ -159,11 +160,24 @@ class TritonPacker:
                 launch(table, block_ids, slots, chunks, blocks, **constants, num_warps=WARPS)
 
 
+def _addresses(plan: CopyPlan) -> torch.Tensor:
+    """Return int64 [layers, halves] on the device."""
+    return torch.tensor(
+        [[part.address for part in layer] for layer in plan.parts],
+        dtype=torch.int64,
+        device=plan.parts[0][0].data.device,
+    )
+
+
 def launch_constants(
-    plan: CopyPlan, direction: Direction, slot_stride: int, chunks_address: int
+    plan: CopyPlan, direction: Direction, align: int, slot_stride: int
 ) -> dict[str, Any]:
-    """Return the compile-time constants of a launch, for slots so many bytes apart."""
-    align = gcd(plan.align_bytes(), slot_stride, chunks_address)
+    """Return the compile-time constants of a launch.
+
+    `align` divides the addresses of caches and chunks and all strides of the plan; slots lie
+    `slot_stride` bytes apart.
+    """
+    align = gcd(align, slot_stride)
     word = min(align, 8)
     _, heads, tokens, run = plan.shape
     unit = heads * tokens * plan.stored_bytes // word
@@ -196,6 +210,47 @@ def programs_per_block(plan: CopyPlan, constants: dict[str, Any]) -> int:
     """Return how many programs copy one engine block of every layer."""
     unit = constants["HEADS"] * constants["TOKENS"] * constants["STORED"]
     return plan.layers * plan.halves * -(-unit // constants["TILE"])
+
+
+def aot_variants() -> tuple[Variant, ...]:
+    """Return the kernel as real models launch it, both ways, to be compiled without a GPU."""
+    dense = GroupLayout.dense(32, 8, 128, 2, 256)
+    nhd = torch.empty((2, 1024, 16, 8, 128), dtype=torch.bfloat16, device="meta")
+    hnd = torch.empty((1024, 2, 8, 16, 128), dtype=torch.bfloat16, device="meta")
+    odd = torch.empty((2, 1024, 16, 3, 5), dtype=torch.uint8, device="meta")
+    rows = torch.empty((1024, 64, 656), dtype=torch.uint8, device="meta")
+    index_rows = torch.empty((1024, 64, 132), dtype=torch.uint8, device="meta")
+    state = torch.empty((64, 1 << 20), dtype=torch.uint8, device="meta")
+    uses = (
+        ("dense_nhd", dense, EngineCacheView.dense(nhd, CacheOrder.NHD)),
+        ("dense_blocks_hnd", dense, EngineCacheView.dense(hnd, CacheOrder.BLOCKS_HND)),
+        (
+            "dense_odd_bytes",
+            GroupLayout.dense(2, 3, 5, 1, 16),
+            EngineCacheView.dense(odd, CacheOrder.NHD),
+        ),
+        ("mla_656", GroupLayout.mla(61, 656, 256), EngineCacheView.mla(rows)),
+        ("mla_132", GroupLayout.mla(61, 132, 256), EngineCacheView.mla(index_rows)),
+        ("state_1mib", GroupLayout.state(48, (1 << 20,), 512), EngineCacheView.state(state)),
+    )
+    return tuple(
+        _variant(f"{direction.name.lower()}_{name}", group, view, direction)
+        for name, group, view in uses
+        for direction in Direction
+    )
+
+
+def _variant(name: str, group: GroupLayout, view: EngineCacheView, direction: Direction) -> Variant:
+    (plan,) = plan_copies(group, [view] * group.layers, 0, 1)
+    slot_stride = -(-group.chunk_bytes // 4096) * 4096
+    return Variant(
+        name,
+        copy_blocks,
+        {"table": "*i64", "block_ids": "*i64", "slots": "*i64", "chunks": "*u8"},
+        {"num_blocks": "i32"},
+        launch_constants(plan, direction, plan.align_bytes(), slot_stride),
+        {"num_warps": WARPS},
+    )
 
 
 def _check(

@@ -28,8 +28,8 @@ from .model import Decoder
 from .tokenizer import PAD
 
 PREFILL_TOKENS = 32
-"""Rows of a pass. On one core 64 rows prefill a quarter faster and make a decode step cost nearly
-twice as much; 16 rows are slower at both for long prompts."""
+"""Rows of a pass. The demo model on one core, 1024-token prompts: 16, 32 and 64 rows prefill 4600,
+6900 and 8900 tokens/s and decode a token in 4.0, 5.7 and 8.8 ms."""
 
 OnPiece = Callable[[int, int], None]
 """Told that the KV of positions `[start, end)` is now in the cache."""

@@ -1,6 +1,9 @@
 """Sequences, blocks and pieces of the reference engine."""
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +13,14 @@ from kvfabric.kernels.reference.config import ModelConfig
 from kvfabric.kernels.reference.engine import Engine, Sequence
 
 TINY = ModelConfig(layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, mlp_hidden=16, max_len=200)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def engine(num_blocks=16) -> Engine:
@@ -145,3 +156,9 @@ def test_the_last_position_of_max_len_is_usable():
     sequence = begin(made, [9] * 190, 10)
     assert len(made.generate(sequence, 10)) == 10
     assert len(sequence.tokens) == 200
+
+
+def test_numerics_tell_apart_what_changes_bits():
+    wide = Engine(TINY, 8, 4, 64, device="cpu")
+    assert engine().numerics == engine(num_blocks=4).numerics
+    assert engine().numerics != wide.numerics

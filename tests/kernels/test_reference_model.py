@@ -1,6 +1,7 @@
 """The decoder against a plain numpy reading of the same architecture, and its habits."""
 
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -14,6 +15,14 @@ from kvfabric.kernels.reference.engine import Engine
 from kvfabric.kernels.reference.model import Decoder
 
 SMALL = ModelConfig(layers=2, hidden=48, heads=6, kv_heads=2, head_dim=8, mlp_hidden=80)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def twin_logits(decoder: Decoder, tokens: list[int]) -> np.ndarray:

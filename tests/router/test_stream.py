@@ -91,7 +91,7 @@ def test_snapshots_are_not_asked_faster_than_they_can_come():
 
 
 def test_without_snapshots_the_stream_begins_anew_where_the_buffer_begins():
-    stream = foreign()
+    stream = foreign(now_s=-5.0)
     assert stream.on_live(0, 0, 1.0, "b0", 0.0) == [Apply("v", "b0")]
     assert stream.on_live(0, 5, 6.0, "b5", 0.0) == [Distrust("v"), AskReplay("v", 0, fresh=False)]
     assert stream.on_replayed(0, 4, 5.0, "b4", 0.0) == [

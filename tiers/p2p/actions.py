@@ -110,7 +110,7 @@ class StartVerify:
 
 @dataclass(frozen=True, slots=True)
 class RemovePeer:
-    """Nothing more will be read from the peer with this agent metadata, and nothing is being read."""
+    """Nothing is or will be read from the peer with this agent metadata."""
 
     agent: bytes
 
@@ -121,8 +121,8 @@ class Finished:
 
     pull: Pull
     outcomes: tuple[Lookup, ...]
-    """One per key. HIT: here and verified (some are in `commits`, some were here before). PENDING: the
-    source, or another client here, is still writing it. BUSY: no room here or there."""
+    """One per key. HIT: here and verified (in `commits`, or here before). PENDING: the source, or
+    another client here, is still writing it. BUSY: no room here or there."""
     commits: tuple[Chunk, ...]
     """Publish these: bytes in place, checksum verified."""
     aborts: tuple[SlotRef, ...]

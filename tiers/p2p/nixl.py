@@ -6,10 +6,12 @@ pool for the old one. The progress thread is off, because it burns a whole core 
 the speed on a small machine: whoever owns the transport polls.
 
 Between processes of one machine UCX reads with `process_vm_readv` and does so inside `start_read`,
-which then blocks for as long as the copy takes, without the GIL. Over other wires it returns at once.
+which then blocks for as long as the copy takes, without the GIL. Over other wires it returns at
+once.
 
-UCX listens on every network interface unless told otherwise. `devices` restricts it (`lo` for a pool
-that listens on 127.0.0.1, see `devices_for`); UCX's own variable `UCX_NET_DEVICES` overrides it.
+UCX listens on every network interface unless told otherwise. `devices` restricts it (`lo` for a
+pool that listens on 127.0.0.1, see `devices_for`); UCX's own variable `UCX_NET_DEVICES` overrides
+it.
 
 A process that made a UCX agent crashes in its ordinary exit (NIXL 1.5.1): end it with `os._exit`.
 """
@@ -17,6 +19,7 @@ A process that made a UCX agent crashes in its ordinary exit (NIXL 1.5.1): end i
 import importlib.util
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from ipaddress import ip_address
@@ -211,7 +214,8 @@ class NixlTransport(Transport):
 
     def _drop(self, read: _Read) -> None:
         if read.request:
-            self._agent.releaseXferReq(read.request)
+            with suppress(*self._errors):
+                self._agent.releaseXferReq(read.request)
 
     def _state(self, status: Any) -> ReadState:
         if status == self._nixl.NIXL_IN_PROG:

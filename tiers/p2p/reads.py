@@ -1,7 +1,7 @@
 """Carries out the consumer's reads: a transport for the bytes, an executor for the checksums.
 
-Checksums are computed on the executor's threads, so that verifying one batch overlaps the reading of
-the next. Everything else happens on the caller's thread, in `start` and `poll`.
+Checksums are computed on the executor's threads, so that verifying one batch overlaps the reading
+of the next. Everything else happens on the caller's thread, in `start` and `poll`.
 """
 
 from collections.abc import Callable

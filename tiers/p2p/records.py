@@ -7,7 +7,7 @@ from math import inf, isfinite
 
 from ...fabric.errors import Malformed
 from ...fabric.types import Lookup, SlotRef
-from ...fabric.wire import Grant, Welcome
+from ...fabric.wire import Grant, Message, Refused, ReleaseReply, Stale, Welcome
 from .actions import Arrival, Pull
 
 
@@ -52,7 +52,7 @@ class ReadStage(IntEnum):
     VERIFYING = 2
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class AskedRecord:
     """A request without an answer."""
 
@@ -71,7 +71,7 @@ class Offer:
     checksum: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class SourceRecord:
     """A source, from its first pull until it gives way to others."""
 
@@ -91,7 +91,7 @@ class SourceRecord:
     """Agents that are to be removed when their last read is over."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PullRecord:
     """A pull that is not over."""
 
@@ -125,7 +125,7 @@ class PullRecord:
         return any(read.stage == ReadStage.RUNNING for read in self.reads.values())
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ReadRecord:
     """A batch of chunks, from the start of its read until it is verified."""
 
@@ -135,6 +135,36 @@ class ReadRecord:
     arrivals: tuple[Arrival, ...]
     started_s: float
     stage: ReadStage = ReadStage.RUNNING
+
+
+@dataclass(slots=True)
+class ConsumerStats:
+    """Counts since the start, and the gauges of now."""
+
+    sources: int = 0
+    suspects: int = 0
+    pulls: int = 0
+    doomed_chunks: int = 0
+    chunks: int = 0
+    bytes: int = 0
+    corrupt: int = 0
+    lost_leases: int = 0
+    silent: int = 0
+    failed_reads: int = 0
+    unanswered: int = 0
+    late: int = 0
+    malformed: int = 0
+    stale: int = 0
+    busy: int = 0
+
+
+def answers(kind: AskedKind, body: Message) -> bool:
+    """Return whether a message is an answer to such a request."""
+    if kind == AskedKind.HELLO:
+        return isinstance(body, Welcome | Refused)
+    if kind == AskedKind.LEASE:
+        return isinstance(body, Grant | Stale | Refused)
+    return isinstance(body, ReleaseReply | Stale | Refused)
 
 
 def usable(welcome: Welcome) -> bool:

@@ -4,12 +4,13 @@ Ownership. Every lease pins its chunks under an owner of its own (peer identity 
 so that ending one lease cannot touch another. The pool owns the slots; `Pins` is all that this side
 knows of it.
 
-Lifecycle. A peer says hello and learns the epoch, the agent and the segments. The same identity with
-another agent is a peer that started anew: what it held before is free. A lease is answered by
+Lifecycle. A peer says hello and learns the epoch, the agent and the segments. The same identity
+with another agent is a peer that started anew: what it held before is free. A lease is answered by
 one grant. It ends by its release, by its time, by the peer's bye, or when the source forgets the
 peer; nothing else ends it, so the pool needs no timer of its own for these pins. A release travels
-under the number of the lease that it ends, and cancels it if it overtakes it. A number is granted at
-most once: a duplicate is answered with the same grant while it lasts and with nothing afterwards.
+under the number of the lease that it ends, and cancels it if it overtakes it. A number is granted
+at most once: a duplicate is answered with the same grant while it lasts and with nothing
+afterwards.
 
 Failure. A wrong epoch or an unknown peer is answered `Stale` (say hello again), a demand beyond a
 bound BUSY or `Refused`, a namespace that the pool lacks MISS. A peer that dies costs its pins until

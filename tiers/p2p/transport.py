@@ -1,19 +1,19 @@
 """The contract of a transport: one-sided reads of another node's host memory.
 
-Ownership. The caller owns both memories. From `start_read` until `poll` has said DONE or FAILED, the
-transport may write the local side: the caller must not reuse it before. No deadline changes that; a
-caller that has lost patience keeps the memory aside and goes on polling. The remote side is the
-source's promise (its lease); if the promise breaks, the bytes are wrong and no error says so, which
-is why the reader verifies a checksum.
+Ownership. The caller owns both memories. From `start_read` until `poll` has said DONE or FAILED,
+the transport may write the local side: the caller must not reuse it before. No deadline changes
+that; a caller that has lost patience keeps the memory aside and goes on polling. The remote side is
+the source's promise (its lease); if the promise breaks, the bytes are wrong and no error says so,
+which is why the reader verifies a checksum.
 
 Lifecycle. `register` own segments, tell `metadata` to peers, `add_peer` with theirs, read, and
 `release` each handle once it is terminal. A peer is removed only when no read from it runs; it may
 be added again. Handles are never reused. `close` ends everything that is terminal and is safe to
 call twice; what is still running then belongs to the end of the process.
 
-Failure. A peer that is dead, unreachable or has forgotten its memory makes reads FAILED, at the start
-or later, and never an exception. `add_peer` raises `Malformed` for metadata that is not a peer's. A
-peer that is only silent may leave a read RUNNING for as long as it stays so.
+Failure. A peer that is dead, unreachable or has forgotten its memory makes reads FAILED, at the
+start or later, and never an exception. `add_peer` raises `Malformed` for metadata that is not a
+peer's. A peer that is only silent may leave a read RUNNING for as long as it stays so.
 
 Threading. One thread calls every method. Nothing moves by itself: whoever has reads running, or has
 granted reads to others, calls `progress` (or `poll`) every millisecond or so.

@@ -5,8 +5,8 @@ read, the segments to read and write. Slots are written only between a granted `
 `commit` or `abort`, and read only between a `pin` and its `release`.
 
 Lifecycle. `attach` -> any number of calls -> `close`. A renewal thread keeps the leases alive. When
-the pool restarts, the next call attaches again by itself: what was committed is still there, what was
-reserved or pinned is lost (`LOST`).
+the pool restarts, the next call attaches again by itself: what was committed is still there, what
+was reserved or pinned is lost (`LOST`).
 
 Failure. A pool that does not answer within `timeout_s` is `Unavailable`; the caller treats it as a
 miss. Loaded bytes are verified; corrupt ones are reported to the pool and are a MISS.
@@ -18,10 +18,10 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self, TypeVar
 
 import zmq
 
-from ...fabric.checksum import checksum
 from ...fabric.clock import Clock, SystemClock
 from ...fabric.errors import (
     Closed,
@@ -72,6 +72,8 @@ from .copy import Copier, copy_summed
 from .process import this_process
 from .reader import LookupResult, TableReader
 from .region import RegionView
+
+R = TypeVar("R", bound=Message)
 
 RENEWALS_PER_LEASE = 3
 """So that one lost renewal, or one slow answer, ends no lease."""
@@ -203,8 +205,8 @@ class PoolClient:
     ) -> Stored:
         """Reserve, fill and publish.
 
-        `fill(index, slot)` writes the chunk of `keys[index]` into the slot and returns its checksum;
-        it is called on the copier's threads, only for chunks that the pool lacks.
+        `fill(index, slot)` writes the chunk of `keys[index]` into the slot and returns its
+        checksum; it is called on the copier's threads, only for chunks that the pool lacks.
         """
         got = self.reserve(keys, depths)
         granted = [i for i, (status, _) in enumerate(got) if status is Reserved.GRANTED]
@@ -241,15 +243,17 @@ class PoolClient:
         """Pin, verify, hand over, release.
 
         `drain(index, slot, checksum)` takes the bytes of `keys[index]` and returns the checksum of
-        what it took, or calls `fabric.checksum.checksum` on the slot before it reads it. It is called
-        on the copier's threads. A chunk whose checksum differs is reported and is a MISS; so is one
-        whose pin was lost before the end.
+        what it took, or calls `fabric.checksum.checksum` on the slot before it reads it. It is
+        called on the copier's threads. A chunk whose checksum differs is reported and is a MISS; so
+        is one whose pin was lost before the end.
         """
         pinned = self.pin(keys, wait_s, sources)
         held = [i for i, (status, _, _) in enumerate(pinned) if status is Lookup.HIT]
         statuses = [status for status, _, _ in pinned]
         try:
-            sums = self.copier.map(lambda n: self._drain(pinned[held[n]][1], held[n], drain), len(held))
+            sums = self.copier.map(
+                lambda n: self._drain(pinned[held[n]][1], held[n], drain), len(held)
+            )
         finally:
             released = self.release([pinned[i][1].slot for i in held]) if held else []
         corrupt: list[SlotRef] = []
@@ -262,7 +266,9 @@ class PoolClient:
                 corrupt.append(chunk.slot)
         if corrupt:
             self._send(Drop(*_columns(corrupt)))
-        origins = (o if s is Lookup.HIT else "" for s, (_, _, o) in zip(statuses, pinned, strict=True))
+        origins = (
+            o if s is Lookup.HIT else "" for s, (_, _, o) in zip(statuses, pinned, strict=True)
+        )
         return Loaded(tuple(statuses), tuple(origins))
 
     def load_bytes(
@@ -296,7 +302,7 @@ class PoolClient:
                 self._region.close()
         self.copier.close()
 
-    def __enter__(self) -> "PoolClient":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -341,10 +347,8 @@ class PoolClient:
         self.node = reply.node
         self.namespace_id = NamespaceId(reply.namespace_id)
         if self._region is None:
-            self._region = RegionView.attach(
-                reply.control_path, reply.segment_paths, reply.slot_bytes
-            )
-            self._reader = TableReader(self._region.control)
+            region = RegionView.attach(reply.control_path, reply.segment_paths)
+            self._region, self._reader = region, TableReader(region.control)
         return reply.lease_s
 
     def _ask(self, body: Message, expected: type[R], timeout_s: float | None = None) -> R:
@@ -394,6 +398,3 @@ def _columns(refs: Sequence[SlotRef]) -> tuple[list[int], list[int]]:
 
 def _refs(slots: Sequence[int], generations: Sequence[int]) -> list[SlotRef]:
     return [SlotRef(*pair) for pair in zip(slots, generations, strict=True)]
-
-
-__all__ = ["Loaded", "PoolClient", "Stored", "checksum"]

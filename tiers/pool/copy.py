@@ -1,8 +1,8 @@
 """Copies between a client's buffers and slots, with the checksum taken on the way.
 
 A tile is copied and then summed while it is still in the core's cache, so that the sum costs a
-fraction of a second pass. Tiles are shared out to a few threads: the copy and the sum both let go of
-the GIL.
+fraction of a second pass. Tiles are shared out to a few threads: the copy and the sum both let go
+of the GIL.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +13,8 @@ import numpy as np
 from ...fabric.checksum import PIECE_BYTES, combine_pieces, piece_digests
 
 TILE_BYTES = 4 * PIECE_BYTES
-"""Fits a core's second-level cache (1 MiB or more on servers) with room to spare, and is long enough
-that the interpreter's cost per tile, about 3 us, is a few percent."""
+"""Fits a core's second-level cache (1 MiB or more on servers) with room to spare, and is long
+enough that the interpreter's cost per tile, about 3 us, is a few percent."""
 THREADS = 2
 """A pool's host has more cores, but they are the engine's; two fill a memory channel pair."""
 

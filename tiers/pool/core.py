@@ -13,10 +13,8 @@ Threading. One thread calls everything.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...fabric.clock import Clock
 from ...fabric.errors import FabricError, Malformed, NamespaceMismatch, Unsupported
-from ...fabric.metrics import Recorder
-from ...fabric.types import ChunkKey, Committed, Lookup, NamespaceId, Released, SlotRef
+from ...fabric.types import ChunkKey, Committed, Lookup, NamespaceId, SlotRef
 from ...fabric.wire import (
     BATCH_CHUNKS_MAX,
     Abort,
@@ -43,7 +41,7 @@ from ...fabric.wire import (
     decode,
     encode,
 )
-from .directory import Directory
+from .context import PoolContext
 from .fetcher import Fetcher
 from .sessions import Namespaces, Session
 
@@ -73,17 +71,15 @@ class ClientCore:
     def __init__(
         self,
         place: PoolPlace,
-        directory: Directory,
+        context: PoolContext,
         fetcher: Fetcher,
-        recorder: Recorder,
-        clock: Clock,
     ) -> None:
         self.place = place
-        self.directory = directory
+        self.directory = context.directory
         self.fetcher = fetcher
-        self.recorder = recorder
-        self.clock = clock
-        self.epoch = directory.epoch
+        self.recorder = context.recorder
+        self.clock = context.clock
+        self.epoch = context.directory.epoch
         self.namespaces = Namespaces(place.slot_bytes)
         self.sessions: dict[bytes, Session] = {}
         self._replies: list[Reply] = []
@@ -104,7 +100,7 @@ class ClientCore:
         try:
             envelope = decode(frame)
         except Malformed as error:
-            self.recorder.count("kvfabric_messages_malformed", 1)
+            self.recorder.count("kvfabric_messages_refused_total", channel="client")
             self._reply(identity, 0, Refused("message", "", error.problem))
             return
         answer = self._answer(identity, envelope)
@@ -115,7 +111,7 @@ class ClientCore:
         """Let time pass: leases end, and waiting requests are answered."""
         now_s = self.clock.now_s()
         for owner in self.directory.expire(now_s):
-            self.recorder.count("kvfabric_leases_expired", 1)
+            self.recorder.count("kvfabric_leases_expired_total", owner="client")
             self.fetcher.writers_changed()
             if all(session.client != owner for session in self.sessions.values()):
                 self.directory.owner_gone(owner)
@@ -214,11 +210,12 @@ class ClientCore:
     def _commit(self, session: Session, _request: int, body: Body) -> Body | None:
         assert isinstance(body, Commit)
         refs = _refs(body.slots, body.generations, len(body.checksums))
-        statuses = self.directory.commit(
-            session.client, refs, body.checksums, self.clock.now_s()
-        )
-        ready = [ref for ref, s in zip(refs, statuses, strict=True) if s is Committed.READY]
-        self.recorder.count("kvfabric_chunks_committed", len(ready))
+        statuses = self.directory.commit(session.client, refs, body.checksums, self.clock.now_s())
+        ready = [
+            chunk
+            for ref, status in zip(refs, statuses, strict=True)
+            if status is Committed.READY and (chunk := self.directory.chunk(ref)) is not None
+        ]
         self.fetcher.cascade(session.namespace, ready)
         self.fetcher.writers_changed()
         return CommitReply(list(statuses))
@@ -240,19 +237,18 @@ class ClientCore:
         for status in Lookup:
             number = reply.statuses.count(status)
             if number:
-                self.recorder.count("kvfabric_lookups", number, outcome=status.name.lower())
+                self.recorder.count("kvfabric_lookups_total", number, outcome=status.name.lower())
 
     def _release(self, session: Session, _request: int, body: Body) -> Body | None:
         assert isinstance(body, Release)
         refs = _refs(body.slots, body.generations)
         released = self.directory.release(session.client, refs, self.clock.now_s())
-        self.recorder.count("kvfabric_pins_lost", sum(r is Released.LOST for r in released))
         return ReleaseReply(list(released))
 
     def _drop(self, _session: Session, _request: int, body: Body) -> Body | None:
         assert isinstance(body, Drop)
         refs = _refs(body.slots, body.generations)
-        self.recorder.count("kvfabric_checksum_failures", len(refs), path="host")
+        self.recorder.count("kvfabric_checksum_failures_total", len(refs), path="host")
         self.directory.drop(refs)
         return Ok()
 

@@ -1,7 +1,7 @@
 """A pool in a process of its own, without Ray: for tests, benchmarks and engines that run no Ray.
 
-The process prints one line of JSON with its addresses when it serves, and stops, removing its files,
-when its standard input closes or it gets SIGTERM.
+The process prints one line of JSON with its addresses when it serves, and stops, removing its
+files, when its standard input closes or it gets SIGTERM.
 """
 
 import json
@@ -13,12 +13,13 @@ import threading
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ...fabric.clock import SystemClock
 from ...fabric.config import PoolConfig, parse
 from ...fabric.errors import FabricError, Unavailable
-from .server import PoolAddresses, PoolServer
+from .server import PoolServer
+from .sockets import PoolAddresses
 
 START_S = 30.0
 """Reserving a large region's pages takes about a second for each 2 GB."""
@@ -39,7 +40,7 @@ class PoolProcess:
             text=True,
             env={**os.environ, "PYTHONPATH": path},
         )
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
         self._process.stdin.write(config.model_dump_json() + "\n")
         self._process.stdin.flush()
         line = _first_line(self._process, START_S)
@@ -70,7 +71,7 @@ class PoolProcess:
             self._process.wait()
         self._close_pipes()
 
-    def __enter__(self) -> "PoolProcess":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -96,7 +97,7 @@ def serve(values: Mapping[str, Any]) -> None:
     """Run a pool until standard input closes or SIGTERM comes, then remove its files and exit."""
     server = PoolServer(parse(PoolConfig, values), SystemClock())
     server.start()
-    signal.signal(signal.SIGTERM, lambda *_: sys.stdin.close())
+    signal.signal(signal.SIGTERM, _close_input)
     print(json.dumps(asdict(server.addresses)), flush=True)  # noqa: T201 (the parent reads it)
     while True:
         try:
@@ -105,6 +106,10 @@ def serve(values: Mapping[str, Any]) -> None:
         except ValueError:
             break
     server.stop(unlink=True)
+
+
+def _close_input(_signal: int, _frame: object) -> None:
+    sys.stdin.close()
 
 
 def main() -> None:

@@ -305,6 +305,25 @@ class Directory:
             else:
                 self._slots.unlist(entry)
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of the pool that opened the table."""
+        return self._table.header.epoch
+
+    def chunk(self, ref: SlotRef) -> Chunk | None:
+        """Return the readable chunk in a slot, or None if the reference is stale."""
+        entry = self._slots.find(ref)
+        if entry is None or entry.state is not SlotState.READY or not entry.listed:
+            return None
+        return entry.chunk
+
+    def look(self, namespace: NamespaceId, key: ChunkKey) -> Lookup:
+        """Say whether a chunk can be read, without pinning or touching it."""
+        entry = self._slots.listed(namespace).get(key)
+        if entry is None:
+            return Lookup.MISS
+        return Lookup.HIT if entry.state is SlotState.READY else Lookup.PENDING
+
     def ready_chunks(self) -> Iterator[tuple[NamespaceId, Chunk]]:
         """Return all that can be read, the next to be evicted first, as it is now."""
         return ((entry.namespace, entry.chunk) for entry in self._slots.ready_entries())

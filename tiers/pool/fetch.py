@@ -66,10 +66,19 @@ class Wanted:
     waiting: list[tuple[Waiter, int]] = field(default_factory=list[tuple[Waiter, int]])
     sources: list[SourceRange] = field(default_factory=list[SourceRange])
     """Peers to ask, in order, those not asked yet."""
+    sources_known: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
+    """Node and endpoint of every source named so far, those asked already among them."""
     tiers_asked: int = 0
     """How many of the pool's tiers, in order, have said no or failed."""
     busy: bool = False
     """Somebody has it and there was no room: the answer is BUSY rather than MISS."""
+
+    def add_source(self, source: SourceRange) -> None:
+        """Ask this peer too, if it was not named before."""
+        name = (source.node, source.endpoint)
+        if name not in self.sources_known:
+            self.sources_known.add(name)
+            self.sources.append(source)
 
     @property
     def alive(self) -> bool:

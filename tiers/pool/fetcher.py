@@ -7,11 +7,9 @@ request is answered by its deadline, and what is still under way then goes on fo
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from ...fabric.clock import Clock
-from ...fabric.metrics import Recorder
 from ...fabric.types import (
+    Chunk,
     ChunkKey,
     Committed,
     Lookup,
@@ -22,7 +20,7 @@ from ...fabric.types import (
 )
 from ...fabric.wire import PinReply, SourceRangeWire
 from ..base import Job, JobKind, JobResult, Tier
-from .directory import Directory
+from .context import PoolContext
 from .fetch import (
     NO_CHUNK,
     WAITERS_MAX,
@@ -33,77 +31,13 @@ from .fetch import (
     Waiter,
     Wanted,
 )
+from .pulls import PullDone, Pulls
 from .sessions import Session
 
 WAIT_S_MAX = 30.0
-"""The longest that a client may ask the pool to wait; a request that waits longer has recomputed."""
+"""The longest that a client may ask the pool to wait; it has recomputed by then."""
 JOB_DEADLINE_S = 30.0
 """For a tier's job. Requests have shorter deadlines of their own; this one frees the slots."""
-
-
-class Memory(Protocol):
-    """The bytes of the region."""
-
-    def view(self, slot: int, length: int) -> memoryview:
-        """Return the first `length` bytes of a slot."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class PullDone:
-    """A pull is terminal; what came is committed and readable."""
-
-    pull_id: int
-    outcomes: tuple[Lookup, ...]
-
-
-class Pulls(Protocol):
-    """Whoever pulls chunks from peers into slots and commits them."""
-
-    def pull(
-        self,
-        pull_id: int,
-        source: SourceRange,
-        namespace: NamespaceId,
-        keys: Sequence[ChunkKey],
-    ) -> None:
-        """Begin. The end comes through `take_done`, by the source's deadline."""
-        ...
-
-    def take_done(self) -> Sequence[PullDone]:
-        """Return the pulls that became terminal since the last call."""
-        ...
-
-    def stats(self) -> dict[str, float]:
-        """Return gauges and counts."""
-        ...
-
-
-class NoPulls:
-    """A pool without peers: every pull is a miss."""
-
-    def __init__(self) -> None:
-        self._done: list[PullDone] = []
-
-    def pull(
-        self,
-        pull_id: int,
-        source: SourceRange,
-        namespace: NamespaceId,
-        keys: Sequence[ChunkKey],
-    ) -> None:
-        """Answer MISS for all."""
-        del source, namespace
-        self._done.append(PullDone(pull_id, (Lookup.MISS,) * len(keys)))
-
-    def take_done(self) -> Sequence[PullDone]:
-        """Return the refused pulls."""
-        done, self._done = self._done, []
-        return done
-
-    def stats(self) -> dict[str, float]:
-        """Return nothing."""
-        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,24 +57,20 @@ class Fetcher:
 
     def __init__(
         self,
-        directory: Directory,
-        memory: Memory,
+        context: PoolContext,
         tiers: Sequence[Tier],
         pulls: Pulls,
-        process: tuple[int, int],
-        recorder: Recorder,
-        clock: Clock,
     ) -> None:
-        self.directory = directory
-        self.memory = memory
+        self.directory = context.directory
+        self.memory = context.memory
         self.tiers = tuple(tiers)
         self.pulls = pulls
-        self.recorder = recorder
-        self.clock = clock
+        self.recorder = context.recorder
+        self.clock = context.clock
         self.chunk_bytes: Callable[[NamespaceId, int], int | None] = _unknown_length
         """Set by the core: how long a group's chunks are."""
         self.fetches = Fetches()
-        self._process = process
+        self._process = context.process
         self._jobs: dict[int, PoolJob] = {}
         self._pulling: dict[int, tuple[Wanted, ...]] = {}
         self._serial = 0
@@ -173,40 +103,43 @@ class Fetcher:
                 entry.status = entry.status if entry.status is Lookup.HIT else Lookup.BUSY
             return _reply(entries)
         undecided = [i for i, entry in enumerate(entries) if entry.status is not Lookup.HIT]
+        written = {i for i in undecided if entries[i].status is Lookup.PENDING}
         for index in undecided:
             entries[index].status = Lookup.PENDING
         deadline_s = now_s + min(wait_s, WAIT_S_MAX)
         waiter = Waiter(session, request, entries, len(undecided), deadline_s)
         self.fetches.waiters.append(waiter)
-        self._want(waiter, keys, undecided, sources)
+        ranges = [SourceRange(s.node, s.endpoint, s.start, s.count) for s in sources]
+        self._decide(
+            [
+                wanted
+                for index in undecided
+                if (wanted := self._want(waiter, index, keys[index], ranges)) is not None
+                and not self._awaits_writer(wanted, written=index in written)
+            ]
+        )
         return None
 
     def _want(
-        self,
-        waiter: Waiter,
-        keys: Sequence[ChunkKey],
-        undecided: Sequence[int],
-        sources: Sequence[SourceRangeWire],
-    ) -> None:
-        fresh: list[Wanted] = []
-        namespace = waiter.session.namespace
-        ranges = [SourceRange(s.node, s.endpoint, s.start, s.count) for s in sources]
-        for index in undecided:
-            address = (namespace, keys[index])
-            wanted = self.fetches.wanted.get(address)
-            if wanted is None:
-                if len(self.fetches.wanted) >= WANTED_MAX:
-                    waiter.decide(index, Lookup.BUSY, NO_CHUNK, "")
-                    continue
-                wanted = self.fetches.wanted[address] = Wanted(namespace, keys[index])
-                fresh.append(wanted)
-            wanted.sources += [
-                one
-                for one in ranges
-                if one.start <= index < one.start + one.count and one not in wanted.sources
-            ]
-            self.fetches.join(waiter, index, wanted)
-        self._decide(fresh)
+        self, waiter: Waiter, index: int, key: ChunkKey, ranges: Sequence[SourceRange]
+    ) -> Wanted | None:
+        """Let a waiter wait for a chunk; return it if nobody waited for it before."""
+        address = (waiter.session.namespace, key)
+        known = self.fetches.wanted.get(address)
+        if known is None and len(self.fetches.wanted) >= WANTED_MAX:
+            waiter.decide(index, Lookup.BUSY, NO_CHUNK, "")
+            return None
+        wanted = self.fetches.wanted.setdefault(address, known or Wanted(*address))
+        for one in ranges:
+            if one.start <= index < one.start + one.count:
+                wanted.add_source(one)
+        self.fetches.join(waiter, index, wanted)
+        return wanted if known is None else None
+
+    def _awaits_writer(self, wanted: Wanted, *, written: bool) -> bool:
+        if written:
+            wanted.stage = Stage.WRITER
+        return written
 
     def _decide(self, batch: Sequence[Wanted]) -> None:
         """Choose where each chunk comes from next, and begin."""
@@ -302,14 +235,17 @@ class Fetcher:
 
     def _chunks(
         self, items: Sequence[tuple[ChunkKey, SlotRef, int, int]]
-    ) -> tuple[tuple["Chunk", ...], tuple[memoryview, ...]]:
+    ) -> tuple[tuple[Chunk, ...], tuple[memoryview, ...]]:
         chunks = tuple(Chunk(*item) for item in items)
         views = tuple(self.memory.view(c.slot.slot, c.length_bytes) for c in chunks)
         return chunks, views
 
-    def cascade(self, namespace: NamespaceId, keys: Sequence[ChunkKey]) -> None:
+    def cascade(self, namespace: NamespaceId, committed: Sequence[Chunk]) -> None:
         """Copy chunks that a client has just committed to every tier that lacks them."""
         now_s = self.clock.now_s()
+        keys = [chunk.key for chunk in committed]
+        moved = sum(chunk.length_bytes for chunk in committed)
+        self.recorder.count("kvfabric_stored_bytes_total", moved, path="host")
         for tier in self.tiers if keys else ():
             answers = tier.lookup(namespace, keys)
             lacking = [k for k, a in zip(keys, answers, strict=True) if a is not Lookup.HIT]
@@ -349,7 +285,7 @@ class Fetcher:
                 self._job_done(result)
         for done in self.pulls.take_done():
             self._pull_done(done)
-        self._decide([w for w in self.fetches.in_stage(Stage.TIER_ANSWER)])
+        self._decide(self.fetches.in_stage(Stage.TIER_ANSWER))
         if self._writers_changed:
             self._writers_changed = False
             self._recheck_writers()
@@ -362,8 +298,7 @@ class Fetcher:
             for length, outcome in zip(job.lengths, result.outcomes, strict=True)
             if outcome is Lookup.HIT
         )
-        direction = "store" if job.kind is JobKind.STORE else "load"
-        self.recorder.count("kvfabric_tier_bytes", moved, tier=name, direction=direction)
+        self._count_job(job, result, moved)
         if job.kind is JobKind.STORE:
             self.directory.release(job.owner, job.refs, self.clock.now_s())
             self.directory.owner_gone(job.owner)
@@ -376,7 +311,9 @@ class Fetcher:
             [result.checksums[i] for i in good],
             self.clock.now_s(),
         )
-        self.directory.abort(job.owner, [ref for ref, hit in zip(job.refs, hits, strict=True) if not hit])
+        self.directory.abort(
+            job.owner, [ref for ref, hit in zip(job.refs, hits, strict=True) if not hit]
+        )
         ready = {i for i, s in zip(good, statuses, strict=True) if s is Committed.READY}
         again: list[Wanted] = []
         for index, wanted in enumerate(job.wanted):
@@ -387,6 +324,15 @@ class Fetcher:
                 again.append(wanted)
         self.directory.owner_gone(job.owner)
         self._decide(again)
+
+    def _count_job(self, job: PoolJob, result: JobResult, moved: int) -> None:
+        name = job.tier.name
+        hits = result.outcomes.count(Lookup.HIT)
+        outcome = "done" if hits == len(job.refs) else "partial" if hits else "failed"
+        kind = "store" if job.kind is JobKind.STORE else "load"
+        self.recorder.count("kvfabric_tier_jobs_total", tier=name, kind=kind, outcome=outcome)
+        direction = "stored" if job.kind is JobKind.STORE else "loaded"
+        self.recorder.count(f"kvfabric_{direction}_bytes_total", moved, path=name)
 
     def _pull_done(self, done: PullDone) -> None:
         again: list[Wanted] = []
@@ -402,7 +348,6 @@ class Fetcher:
         self._decide(again)
 
     def _recheck_writers(self) -> None:
-        now_s = self.clock.now_s()
         again: list[Wanted] = []
         for wanted in self.fetches.in_stage(Stage.WRITER):
             status = self.directory.look(wanted.namespace, wanted.key)
@@ -410,7 +355,6 @@ class Fetcher:
                 self._settle(wanted, found=True, origin="host")
             elif status is Lookup.MISS:
                 again.append(wanted)
-        del now_s
         self._decide(again)
 
     def _settle(self, wanted: Wanted, *, found: bool, origin: str) -> None:

@@ -1,15 +1,13 @@
-"""Joins the peer roles to the pool: what a pull needs of the directory, and what a lease pins there.
+"""Joins the peer roles to the pool: what a pull needs of the directory, and what a lease pins
+there.
 
-The roles decide (`tiers.p2p`); this carries out what they ask of the directory and of the transport,
-and hands what is for sockets to the shell. One thread calls everything.
+The roles decide (`tiers.p2p`); this carries out what they ask of the directory and of the
+transport, and hands what is for sockets to the shell. One thread calls everything.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
-from ...fabric.clock import Clock
 from ...fabric.errors import Malformed
-from ...fabric.metrics import Recorder
 from ...fabric.types import (
     ChunkKey,
     Committed,
@@ -38,8 +36,9 @@ from ..p2p.actions import (
 from ..p2p.consumer import PullConsumer
 from ..p2p.reads import ReadDone, Reads
 from ..p2p.source import Placed
+from .context import Memory, PoolContext
 from .directory import Directory
-from .fetcher import Memory, PullDone
+from .pulls import PullDone
 
 PULL_DEADLINE_S = 30.0
 """For a whole pull, so that its slots come back; a source that stops answering ends it sooner."""
@@ -47,22 +46,10 @@ PULL_DEADLINE_S = 30.0
 SocketAction = Connect | Disconnect | SendTo
 
 
-class PeerMemory(Memory, Protocol):
-    """The region as peers see it."""
-
-    def place(self, slot: int) -> tuple[int, int]:
-        """Return segment and offset of a slot."""
-        ...
-
-    def address(self, slot: int) -> int:
-        """Return the address of a slot in this process."""
-        ...
-
-
 class DirectoryPins:
-    """What a source pins for its peers. The source ends each lease itself, so these have no timer."""
+    """What a source pins for its peers. It ends each lease itself: these have no timer."""
 
-    def __init__(self, directory: Directory, memory: PeerMemory) -> None:
+    def __init__(self, directory: Directory, memory: Memory) -> None:
         self._directory = directory
         self._memory = memory
 
@@ -102,21 +89,17 @@ class Peering:
 
     def __init__(
         self,
-        directory: Directory,
-        memory: PeerMemory,
+        context: PoolContext,
         consumer: PullConsumer,
         reads: Reads,
-        process: tuple[int, int],
-        recorder: Recorder,
-        clock: Clock,
     ) -> None:
         self.consumer = consumer
         self.reads = reads
-        self._directory = directory
-        self._memory = memory
-        self._process = process
-        self._recorder = recorder
-        self._clock = clock
+        self._directory = context.directory
+        self._memory = context.memory
+        self._process = context.process
+        self._recorder = context.recorder
+        self._clock = context.clock
         self._done: list[PullDone] = []
         self._for_sockets: list[SocketAction] = []
         self._begun_s: dict[int, float] = {}
@@ -148,7 +131,7 @@ class Peering:
         try:
             envelope = decode(frame)
         except Malformed:
-            self._recorder.count("kvfabric_messages_malformed", 1)
+            self._recorder.count("kvfabric_messages_refused_total", channel="peer")
             return
         self._carry_out(self.consumer.on_message(endpoint, envelope, self._clock.now_s()))
 
@@ -240,7 +223,7 @@ class Peering:
                 for key, outcome in zip(action.pull.keys, outcomes, strict=True)
             ]
         moved = sum(chunk.length_bytes for chunk in action.commits)
-        self._recorder.count("kvfabric_pull_bytes", moved)
+        self._count(action, moved)
         self._recorder.observe(
             "kvfabric_pull_seconds", now_s - self._begun_s.pop(action.pull.pull_id, now_s)
         )
@@ -251,6 +234,15 @@ class Peering:
         else:
             self._directory.owner_gone(owner)
         self._done.append(PullDone(action.pull.pull_id, tuple(outcomes)))
+
+    def _count(self, action: Finished, moved_bytes: int) -> None:
+        self._recorder.count("kvfabric_loaded_bytes_total", moved_bytes, path="peer")
+        hits = action.outcomes.count(Lookup.HIT)
+        if hits:
+            outcome = "done" if hits == len(action.outcomes) else "partial"
+        else:
+            outcome = "expired" if action.doomed else "refused"
+        self._recorder.count("kvfabric_pulls_total", outcome=outcome)
 
     def _abort(self, action: AbortSlots) -> None:
         owner = self._owner(action.pull_id)

@@ -1,10 +1,11 @@
 """The pool as a running thing: region, tiers, sockets and one thread that drives them.
 
 Ownership. The server owns the region's files (under their lock), the tiers, the NIXL agent and the
-sockets. Everything behind `start` happens on its own thread, except the tiers' and checksums' threads.
+sockets. Everything behind `start` happens on its own thread, except the tiers' and checksums'
+threads.
 
-Lifecycle. `start` -> `addresses` -> `stop`. A server that adopts a region serves what is READY at once.
-A process that made a NIXL agent must end with `os._exit` or a signal.
+Lifecycle. `start` -> `addresses` -> `stop`. A server that adopts a region serves what is READY at
+once. A process that made a NIXL agent must end with `os._exit` or a signal.
 
 Failure. `start` raises `ConfigError` or `Unsupported` and leaves nothing. An error that escapes the
 core while it handles one message is counted and logged, and the server goes on.
@@ -18,17 +19,14 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
-
-import zmq
 
 from ...fabric.clock import Clock
 from ...fabric.config import PoolConfig
-from ...fabric.errors import ConfigError, FabricError, Malformed
+from ...fabric.errors import FabricError, Malformed
 from ...fabric.events import parse_replay_request
 from ...fabric.metrics import PrometheusRecorder
-from ...fabric.wire import MESSAGE_BYTES_MAX, decode
+from ...fabric.wire import decode
 from ..event_log import EventLog
 from ..factory import make_tier
 from ..p2p.actions import Connect, Disconnect
@@ -36,12 +34,15 @@ from ..p2p.consumer import PullConsumer
 from ..p2p.reads import Reads
 from ..p2p.source import PullSource, SourceDescription
 from ..p2p.transport import Segment, Transport
+from .context import PoolContext
 from .core import ClientCore, PoolPlace
 from .directory import Directory
-from .fetcher import Fetcher, NoPulls, Pulls
+from .fetcher import Fetcher
 from .peering import DirectoryPins, Peering
 from .process import alive, this_process
+from .pulls import NoPulls, Pulls
 from .region import Region
+from .sockets import PoolSockets, send
 from .stream import PoolStream
 from .table import SlotTable
 
@@ -51,24 +52,10 @@ IDLE_POLL_MS = 200
 """The longest sleep of an idle server: the grain of its leases and heartbeats."""
 BUSY_POLL_MS = 1
 """Between looks at tiers and peers while something is under way."""
-FRAMES_PER_TURN_MAX = 256
-"""Messages taken from one socket before the others get their turn."""
 VERIFY_THREADS = 2
 """For checksums of pulled chunks: one copies while two sum at 12 GB/s each."""
 CALL_S = 10.0
 """How long another thread waits for the server's."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolAddresses:
-    """Where a pool is reached."""
-
-    node: str
-    epoch: int
-    client: str
-    peer: str
-    events: str
-    replay: str
 
 
 class RegionMemory:
@@ -105,7 +92,6 @@ class PoolServer:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._watched: dict[int, tuple[int, int]] = {}
-        self._dealers: dict[str, zmq.Socket[bytes]] = {}
         self._unlink = False
 
     def start(self) -> None:
@@ -125,7 +111,7 @@ class PoolServer:
         self._unlink = self._unlink or unlink
         self._stopping.set()
         if self._thread is not None:
-            self._wake()
+            self.sockets.wake()
             self._thread.join()
             self._thread = None
 
@@ -149,6 +135,9 @@ class PoolServer:
             else host.quarantine_bytes_max // host.slot_bytes
         )
         self.directory = Directory(SlotTable(self.region.control), quarantine_slots_max=quarantine)
+        self.context = PoolContext(
+            self.directory, self.memory, this_process(), self.recorder, self.clock
+        )
         if self.region.adopted:
             adopted = self.directory.adopt(alive)
             LOG.info("adopted the region of node %s: %s", self.config.node, adopted)
@@ -165,15 +154,7 @@ class PoolServer:
         pulls: Pulls = NoPulls()
         if self.config.peers.transport == "nixl":
             pulls = self.peering = self._open_peering()
-        self.fetcher = Fetcher(
-            self.directory,
-            self.memory,
-            self.tiers,
-            pulls,
-            this_process(),
-            self.recorder,
-            self.clock,
-        )
+        self.fetcher = Fetcher(self.context, self.tiers, pulls)
         log = EventLog(
             self.config.node,
             self.directory.epoch,
@@ -184,10 +165,11 @@ class PoolServer:
         self.stream = PoolStream(log, self.directory, self.tiers, self.clock)
 
     def _open_peering(self) -> Peering:
-        from ..p2p.nixl import NixlTransport
+        from ..p2p.nixl import NixlTransport, devices_for
 
         node, epoch = self.config.node, self.directory.epoch
-        transport = NixlTransport(f"{self.config.run}.{node}.{epoch}", self.config.peers.listen)
+        devices = devices_for(self.config.peers.listen)
+        transport = NixlTransport(f"{self.config.run}.{node}", epoch, devices)
         self._undo.append(transport.close)
         bases = self.region.base_addresses()
         sizes = [segment.nbytes for segment in self.region.segments]
@@ -203,41 +185,13 @@ class PoolServer:
         )
         verifiers = ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="kvfabric-verify")
         self._undo.append(lambda: verifiers.shutdown(wait=True))
-        return Peering(
-            self.directory,
-            self.memory,
-            PullConsumer(node, agent, slot_bytes, self.config.peers),
-            Reads(transport, verifiers),
-            this_process(),
-            self.recorder,
-            self.clock,
-        )
+        consumer = PullConsumer(node, agent, slot_bytes, self.config.peers)
+        return Peering(self.context, consumer, Reads(transport, verifiers))
 
     def _open_sockets(self) -> None:
-        self._context = zmq.Context()
-        self._undo.append(lambda: self._context.destroy(linger=0))
-        self._poller = zmq.Poller()
-        path = f"{self.config.host.directory}/kvfabric-{self.config.run}-{self.config.node}.sock"
-        self._clients = self._bound(zmq.ROUTER, f"ipc://{path}")
-        os.chmod(path, 0o600)
-        self._undo.append(lambda: _remove(path))
-        self._peers = self._bound(zmq.ROUTER, self.config.peers.listen)
-        self._events = self._bound(zmq.PUB, self.config.events.publish)
-        self._replay = self._bound(zmq.ROUTER, self.config.events.replay)
-        for socket in (self._clients, self._peers, self._replay):
-            self._poller.register(socket, zmq.POLLIN)
-        self._wake_out, wake_in = os.pipe()[::-1]
-        self._undo += [lambda: os.close(self._wake_out), lambda: os.close(wake_in)]
-        self._wake_in = wake_in
-        self._poller.register(wake_in, zmq.POLLIN)
-        self.addresses = PoolAddresses(
-            self.config.node,
-            self.directory.epoch,
-            f"ipc://{path}",
-            _endpoint(self._peers),
-            _endpoint(self._events),
-            _endpoint(self._replay),
-        )
+        self.sockets = PoolSockets(self.config, self.directory.epoch)
+        self._undo.append(self.sockets.close)
+        self.addresses = self.sockets.addresses
         place = PoolPlace(
             self.config.node,
             self.region.control_path,
@@ -245,72 +199,45 @@ class PoolServer:
             self.config.host.slot_bytes,
             self.config.host.lease_s,
         )
-        self.core = ClientCore(place, self.directory, self.fetcher, self.recorder, self.clock)
+        self.core = ClientCore(place, self.context, self.fetcher)
         self.fetcher.chunk_bytes = self.core.namespaces.chunk_bytes
         self.stream.chunk_tokens = self.core.namespaces.chunk_tokens
-
-    def _bound(self, kind: int, endpoint: str) -> "zmq.Socket[bytes]":
-        socket = self._context.socket(kind)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
-        try:
-            socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            raise ConfigError(
-                endpoint, f"cannot be bound: {error.strerror}", "Choose a free address."
-            ) from error
-        return socket
 
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
                 self._turn()
             except FabricError:
-                self.recorder.count("kvfabric_loop_errors", 1, loop="pool")
+                self.recorder.count("kvfabric_loop_errors_total", loop="pool")
                 LOG.exception("an error escaped; the pool goes on")
             except Exception:  # the thread's outermost loop: a pool that stops answers nobody
-                self.recorder.count("kvfabric_loop_errors", 1, loop="pool")
+                self.recorder.count("kvfabric_loop_errors_total", loop="pool")
                 LOG.exception("an unexpected error escaped; the pool goes on")
         self._undo_all()
 
     def _turn(self) -> None:
-        ready = dict(self._poller.poll(self._poll_ms()))
-        if self._wake_in in ready:
-            os.read(self._wake_in, 4096)
-        for descriptor in ready.keys() & self._watched.keys():
-            self._process_ended(int(descriptor))  # pyright: ignore[reportArgumentType] (a descriptor)
-        for identity, *frames in self._received(self._clients, ready):
+        sockets = self.sockets
+        ready = sockets.poll(self._poll_ms())
+        for descriptor in [each for each in self._watched if each in ready]:
+            self._process_ended(descriptor)
+        for identity, *frames in sockets.received(sockets.clients, ready):
             self.core.on_frame(identity, frames[-1])
-        for identity, *frames in self._received(self._peers, ready):
+        for identity, *frames in sockets.received(sockets.peers, ready):
             self._on_peer(identity, frames[-1])
-        for identity, *frames in self._received(self._replay, ready):
+        for identity, *frames in sockets.received(sockets.replay, ready):
             self._on_replay(identity, frames)
-        for endpoint, dealer in list(self._dealers.items()):
-            for frames in self._received(dealer, ready):
-                if self.peering is not None:
-                    self.peering.on_frame(endpoint, frames[-1])
+        for endpoint, frames in sockets.from_sources(ready):
+            if self.peering is not None:
+                self.peering.on_frame(endpoint, frames[-1])
         self._step()
         self._flush()
-
-    def _received(
-        self, socket: "zmq.Socket[bytes]", ready: dict[Any, int]
-    ) -> list[list[bytes]]:
-        messages: list[list[bytes]] = []
-        while socket in ready and len(messages) < FRAMES_PER_TURN_MAX:
-            try:
-                messages.append(socket.recv_multipart(zmq.NOBLOCK))
-            except zmq.Again:
-                break
-        return messages
 
     def _poll_ms(self) -> int:
         if self.peering is not None and self.peering.busy:
             return 0
         if self.fetcher.busy or (self.source is not None and self.source.has_grants):
             return BUSY_POLL_MS
-        deadline_s = min(
-            self.directory.next_deadline_s(), self.fetcher.fetches.next_deadline_s()
-        )
+        deadline_s = min(self.directory.next_deadline_s(), self.fetcher.fetches.next_deadline_s())
         if deadline_s == float("inf"):
             return IDLE_POLL_MS
         return max(0, min(IDLE_POLL_MS, int((deadline_s - self.clock.now_s()) * 1000) + 1))
@@ -321,20 +248,20 @@ class PoolServer:
         try:
             envelope = decode(frame)
         except Malformed:
-            self.recorder.count("kvfabric_messages_malformed", 1)
+            self.recorder.count("kvfabric_messages_refused_total", channel="peer")
             return
-        for send in self.source.handle(identity, envelope, self.clock.now_s()):
-            _send(self._peers, [send.identity, send.frame])
+        for answer in self.source.handle(identity, envelope, self.clock.now_s()):
+            send(self.sockets.peers, [answer.identity, answer.frame])
 
     def _on_replay(self, identity: bytes, frames: list[bytes]) -> None:
         try:
             start = parse_replay_request(frames)
         except Malformed:
-            self.recorder.count("kvfabric_messages_malformed", 1)
+            self.recorder.count("kvfabric_messages_refused_total", channel="replay")
             return
         self._publish()
         for reply in self.stream.replay(start):
-            _send(self._replay, [identity, *reply])
+            send(self.sockets.replay, [identity, *reply])
 
     def _step(self) -> None:
         now_s = self.clock.now_s()
@@ -356,34 +283,20 @@ class PoolServer:
 
     def _flush(self) -> None:
         for reply in self.core.take_replies():
-            _send(self._clients, [reply.identity, reply.frame])
+            send(self.sockets.clients, [reply.identity, reply.frame])
         for action in self.peering.take_socket_actions() if self.peering else ():
             if isinstance(action, Connect):
-                self._dealers[action.endpoint] = self._connected(action.endpoint)
+                self.sockets.connect(action.endpoint)
             elif isinstance(action, Disconnect):
-                self._disconnect(action.endpoint)
-            elif action.endpoint in self._dealers:
-                _send(self._dealers[action.endpoint], [action.frame])
+                self.sockets.disconnect(action.endpoint)
+            else:
+                self.sockets.ask_source(action.endpoint, action.frame)
         self._publish()
         self._watch_processes()
 
     def _publish(self) -> None:
         for frames in self.stream.take_frames():
-            _send(self._events, frames)
-
-    def _connected(self, endpoint: str) -> "zmq.Socket[bytes]":
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
-        socket.connect(endpoint)
-        self._poller.register(socket, zmq.POLLIN)
-        return socket
-
-    def _disconnect(self, endpoint: str) -> None:
-        socket = self._dealers.pop(endpoint, None)
-        if socket is not None:
-            self._poller.unregister(socket)
-            socket.close()
+            send(self.sockets.events, frames)
 
     def _watch_processes(self) -> None:
         watched = set(self._watched.values())
@@ -398,10 +311,10 @@ class PoolServer:
                 self.core.process_gone(*process)
                 continue
             self._watched[descriptor] = process
-            self._poller.register(descriptor, zmq.POLLIN)
+            self.sockets.watch(descriptor)
 
     def _process_ended(self, descriptor: int) -> None:
-        self._poller.unregister(descriptor)
+        self.sockets.unwatch(descriptor)
         os.close(descriptor)
         self.core.process_gone(*self._watched.pop(descriptor))
 
@@ -409,44 +322,15 @@ class PoolServer:
         future: Future[Any] = Future()
         with self._calls_lock:
             self._calls.append((work, future))
-        self._wake()
+        self.sockets.wake()
         return future.result(CALL_S)
 
-    def _wake(self) -> None:
-        os.write(self._wake_out, b"w")
-
     def _stats(self) -> dict[str, float]:
-        return self.fetcher.stats()
+        return self.fetcher.stats() | self.recorder.values()
 
     def _undo_all(self) -> None:
-        for dealer in self._dealers.values():
-            dealer.close()
-        self._dealers.clear()
         for descriptor in self._watched:
             os.close(descriptor)
         self._watched.clear()
         while self._undo:
             self._undo.pop()()
-
-
-def _send(socket: "zmq.Socket[bytes]", frames: list[bytes]) -> None:
-    """Send without waiting; a peer that does not read loses the message and asks again."""
-    try:
-        socket.send_multipart(frames, zmq.NOBLOCK)
-    except (zmq.Again, zmq.error.ZMQError):
-        return
-
-
-def _endpoint(socket: "zmq.Socket[bytes]") -> str:
-    value = socket.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(value, bytes)
-    return value.decode().rstrip("\0")
-
-
-def _remove(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return
-
-

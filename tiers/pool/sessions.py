@@ -69,7 +69,7 @@ class Namespaces:
             )
         for namespace_id in retired:
             old = self.entries[namespace_id]
-            self.entries[namespace_id] = NamespaceEntry(old.namespace, old.groups, True)
+            self.entries[namespace_id] = NamespaceEntry(old.namespace, old.groups, retired=True)
         self.entries[theirs.id] = NamespaceEntry(theirs, groups)
         return theirs.id, tuple(retired)
 
@@ -107,5 +107,7 @@ class Namespaces:
                 "weights_version", "newer weights", known.namespace.weights_version
             )
         if known.groups != groups:
-            raise NamespaceMismatch("groups", str(list(known.groups.values())), str(list(groups.values())))
+            raise NamespaceMismatch(
+                "groups", str(list(known.groups.values())), str(list(groups.values()))
+            )
         return known.namespace.id, ()

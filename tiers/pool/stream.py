@@ -1,7 +1,7 @@
 """What the pool tells the world: changes of the directory and of its tiers, as one event stream.
 
-The host region and each tier announce a chunk once when they gain it and once when they lose it. The
-manifest for snapshots is the directory's own content plus what the tiers announced.
+The host region and each tier announce a chunk once when they gain it and once when they lose it.
+The manifest for snapshots is the directory's own content plus what the tiers announced.
 """
 
 from collections import Counter
@@ -66,7 +66,8 @@ class PoolStream:
             del self._below[key, medium]
 
     def _manifest(self) -> Iterator[Resident]:
-        for namespace, key in self._directory.ready_keys():
+        for namespace, chunk in self._directory.ready_chunks():
+            key = chunk.key
             yield Resident(key, Medium.CPU, self.chunk_tokens(namespace, key_group(key)))
         for (key, medium), count in self._below.items():
             for _ in range(count):

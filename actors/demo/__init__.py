@@ -1,0 +1,1 @@
+"""The demo: conversations played over a small cluster, with and without the fabric."""

@@ -1,0 +1,97 @@
+"""What a run of the demo is asked to do."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...fabric.config import PoolConfig, parse
+from ...fabric.errors import ConfigError
+from ...fabric.layout import GroupLayout
+from ...kernels.reference.config import DTYPE_BYTES, ModelConfig
+from ..engines.reference import EngineSettings
+from .workload import MultiTurnWorkload, TraceWorkload, Workload, longest_tokens
+
+PREFILL_NODE, DECODE_NODE = "node-a", "node-b"
+REGION_SHARE = 0.6
+"""Of the conversations' KV: too little on purpose, so that the file tier has its part."""
+FILES_SHARE = 4.0
+"""Of the same, for files."""
+REGION_CHUNKS_MIN = 64
+"""So that a short run still has room for a request or two."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """The command's options, checked."""
+
+    trace: Path | None = None
+    scale: float = 0.0625
+    requests: int = 400
+    """Of a trace; the generator makes `conversations` times `turns`."""
+    conversations: int = 4
+    turns: int = 8
+    output_tokens_max: int = 64
+    prefill_workers: int = 2
+    decode_workers: int = 2
+    chunk_tokens: int = 32
+    block_tokens: int = 16
+    seed: int = 0
+    kill: bool = False
+    region_bytes: int | None = None
+
+    def workload(self) -> Workload:
+        """Return the source of requests. Raises `ConfigError`."""
+        if self.trace is not None:
+            return TraceWorkload(self.trace, self.scale, self.requests, self.seed)
+        return MultiTurnWorkload(self.conversations, self.scale, self.turns, seed=self.seed)
+
+    def settings(self, longest: int) -> EngineSettings:
+        """Return what every worker needs to hold the longest request."""
+        if self.chunk_tokens % self.block_tokens:
+            raise ConfigError(
+                "chunk_tokens",
+                f"{self.chunk_tokens} is not a multiple of block_tokens {self.block_tokens}",
+                "Give a multiple",
+            )
+        rounded = -(-longest // self.chunk_tokens) * self.chunk_tokens
+        model = ModelConfig(max_len=rounded, seed=self.seed)
+        blocks = 2 * rounded // self.block_tokens
+        return EngineSettings(model, self.chunk_tokens, self.block_tokens, blocks)
+
+    def pools(self, run: str, folder: Path, settings: EngineSettings) -> list[PoolConfig]:
+        """Return the two pools' configurations."""
+        slot_bytes = -(-chunk_bytes(settings) // 4096) * 4096
+        sizes = working_set_tokens(self.workload()) // self.chunk_tokens * slot_bytes
+        smallest = REGION_CHUNKS_MIN * slot_bytes
+        region = self.region_bytes or max(int(sizes * REGION_SHARE), smallest)
+        files = max(int(sizes * FILES_SHARE), 2 * smallest)
+        return [
+            parse(
+                PoolConfig,
+                {
+                    "node": node,
+                    "run": run,
+                    "host": {"slot_bytes": slot_bytes, "region_bytes": region},
+                    "tiers": [{"type": "fs", "root_dir": str(folder / node), "quota_bytes": files}],
+                },
+            )
+            for node in (PREFILL_NODE, DECODE_NODE)
+        ]
+
+
+def chunk_bytes(settings: EngineSettings) -> int:
+    """Return how long a chunk of this model is."""
+    model = settings.model
+    element_bytes = DTYPE_BYTES[model.dtype]
+    return GroupLayout.dense(
+        model.layers, model.kv_heads, model.head_dim, element_bytes, settings.chunk_tokens
+    ).chunk_bytes
+
+
+def working_set_tokens(workload: Workload) -> int:
+    """Return the tokens of all conversations at their longest, shared parts counted each time."""
+    return sum(len(r.new_tokens) + r.output_tokens for r in workload.requests())
+
+
+def longest_request(workload: Workload) -> int:
+    """Return the most tokens that a request reaches. Raises what reading the workload raises."""
+    return longest_tokens(workload.requests())

@@ -1,0 +1,158 @@
+"""The sockets of a pool: where it is reached, and whom it reaches.
+
+Sends never wait: a peer that does not read loses the message and asks again. One thread uses all of
+it, except `wake`, which any thread may call.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import zmq
+
+from ...fabric.config import PoolConfig
+from ...fabric.errors import ConfigError
+from ...fabric.wire import MESSAGE_BYTES_MAX
+
+FRAMES_PER_TURN_MAX = 256
+"""Messages taken from one socket before the others get their turn."""
+PIPE_READ_BYTES = 4096
+"""One read empties the pipe of all wake-ups that a turn can have missed."""
+
+Ready = dict[object, int]
+Socket = zmq.Socket[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolAddresses:
+    """Where a pool is reached."""
+
+    node: str
+    epoch: int
+    client: str
+    peer: str
+    events: str
+    replay: str
+
+
+class PoolSockets:
+    """Bound sockets and connections to sources. Raises `ConfigError` for an address in use."""
+
+    def __init__(self, config: PoolConfig, epoch: int) -> None:
+        self._path = f"{config.host.directory}/kvfabric-{config.run}-{config.node}.sock"
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._wake_out, self._wake_in = os.pipe()
+        self._dealers: dict[str, Socket] = {}
+        try:
+            self.clients = self._bound(zmq.ROUTER, f"ipc://{self._path}")
+            os.chmod(self._path, 0o600)
+            self.peers = self._bound(zmq.ROUTER, config.peers.listen)
+            self.events = self._bound(zmq.PUB, config.events.publish)
+            self.replay = self._bound(zmq.ROUTER, config.events.replay)
+        except BaseException:
+            self.close()
+            raise
+        for socket in (self.clients, self.peers, self.replay):
+            self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._wake_out, zmq.POLLIN)
+        self.addresses = PoolAddresses(
+            config.node,
+            epoch,
+            f"ipc://{self._path}",
+            _endpoint(self.peers),
+            _endpoint(self.events),
+            _endpoint(self.replay),
+        )
+
+    def poll(self, wait_ms: int) -> Ready:
+        """Wait until something can be read or `wake` is called; say what can be read."""
+        ready: Ready = dict(self._poller.poll(wait_ms))
+        if self._wake_out in ready:
+            os.read(self._wake_out, PIPE_READ_BYTES)
+        return ready
+
+    def received(self, socket: Socket, ready: Ready) -> Iterator[list[bytes]]:
+        """Yield the messages that wait on a socket, up to a turn's share."""
+        for _ in range(FRAMES_PER_TURN_MAX if socket in ready else 0):
+            try:
+                yield socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+
+    def from_sources(self, ready: Ready) -> Iterator[tuple[str, list[bytes]]]:
+        """Yield what sources answered, with their endpoints."""
+        for endpoint, dealer in list(self._dealers.items()):
+            for frames in self.received(dealer, ready):
+                yield endpoint, frames
+
+    def connect(self, endpoint: str) -> None:
+        """Open a connection to a source."""
+        socket = self._socket(zmq.DEALER)
+        socket.connect(endpoint)
+        self._poller.register(socket, zmq.POLLIN)
+        self._dealers[endpoint] = socket
+
+    def disconnect(self, endpoint: str) -> None:
+        """Close a connection and forget what it has not sent."""
+        socket = self._dealers.pop(endpoint, None)
+        if socket is not None:
+            self._poller.unregister(socket)
+            socket.close()
+
+    def ask_source(self, endpoint: str, frame: bytes) -> None:
+        """Send to a source; nothing happens if it is not connected."""
+        socket = self._dealers.get(endpoint)
+        if socket is not None:
+            send(socket, [frame])
+
+    def watch(self, descriptor: int) -> None:
+        """Let `poll` report a descriptor that can be read."""
+        self._poller.register(descriptor, zmq.POLLIN)
+
+    def unwatch(self, descriptor: int) -> None:
+        """Undo `watch`."""
+        self._poller.unregister(descriptor)
+
+    def wake(self) -> None:
+        """End a `poll` that waits. From any thread."""
+        os.write(self._wake_in, b"w")
+
+    def close(self) -> None:
+        """Close everything and remove the clients' socket file."""
+        self._context.destroy(linger=0)
+        os.close(self._wake_in)
+        os.close(self._wake_out)
+        try:
+            os.unlink(self._path)
+        except FileNotFoundError:
+            return
+
+    def _socket(self, kind: int) -> Socket:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        return socket
+
+    def _bound(self, kind: int, endpoint: str) -> Socket:
+        socket = self._socket(kind)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            problem = f"cannot be bound: {error.strerror}"
+            raise ConfigError(endpoint, problem, "Choose a free address") from error
+        return socket
+
+
+def send(socket: Socket, frames: list[bytes]) -> None:
+    """Send without waiting."""
+    try:
+        socket.send_multipart(frames, zmq.NOBLOCK)
+    except zmq.ZMQError:  # full or gone: the other side asks again
+        return
+
+
+def _endpoint(socket: Socket) -> str:
+    value = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(value, bytes)
+    return value.decode().rstrip("\0")
