@@ -225,6 +225,21 @@ def test_disk_faults_of_a_write(knobs, outcome):
     disk.check()
 
 
+def test_calm_lets_stalled_transfers_begin_unless_their_owner_is_gone():
+    world, _, a, b = two_nodes()
+    disk = Disk(world, DiskKnobs(stall_share=1.0, stall_s=1e6))
+    seen = []
+    disk.write("a", b"", memoryview(b"data"), a, lambda outcome: seen.append(("a", outcome)))
+    disk.write("b", b"", memoryview(b"data"), b, lambda outcome: seen.append(("b", outcome)))
+    world.run(1.0, STEPS_MAX)
+    a.kill()
+    a.start()
+    disk.calm()
+    world.run(2.0, STEPS_MAX)
+    assert seen == [("b", DiskOutcome.DONE)]
+    assert disk.size_bytes("a") == 0
+
+
 def test_a_full_disk_says_so_in_the_middle_too():
     world, disk, seen = disk_of(DiskKnobs(piece_bytes=10), capacity_bytes=150)
     disk.write("f", b"", memoryview(bytes(100)), world, seen.append)
@@ -356,7 +371,7 @@ def test_chaos_ends_with_everything_running_and_mended():
             processes = [Process(world, network, name, Diary) for name in "abc"]
             for process in processes:
                 process.start()
-            chaos = Chaos(world, knobs, network=network, processes=processes)
+            chaos = Chaos(world, knobs, networks=[network], processes=processes)
             chaos.until(20.0)
             world.run(20.0, STEPS_MAX)
             world.run(21.0, STEPS_MAX)
