@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from kvfabric.fabric.config import EventConfig, PeerConfig
+from kvfabric.fabric.errors import Corrupt
 from kvfabric.fabric.events import (
     SNAPSHOT_SEQ,
     EndOfReplay,
@@ -24,8 +25,8 @@ from kvfabric.fabric.events import (
 )
 from kvfabric.fabric.metrics import NullRecorder
 from kvfabric.fabric.namespace import Namespace
-from kvfabric.fabric.types import Medium
-from kvfabric.fabric.wire import SourceRangeWire
+from kvfabric.fabric.types import Medium, Released
+from kvfabric.fabric.wire import ReleaseReply, SourceRangeWire
 from kvfabric.router.index import PrefixIndex
 from kvfabric.router.stream import (
     Apply,
@@ -38,11 +39,17 @@ from kvfabric.router.stream import (
     StreamTimes,
     Trust,
 )
+from kvfabric.tiers.event_log import EventLog
+from kvfabric.tiers.p2p.reads import Reads
+from kvfabric.tiers.p2p.source import PullSource
+from kvfabric.tiers.pool.directory import Directory
+from kvfabric.tiers.pool.fetch import Fetches
 from kvfabric.tiers.simulation import (
     Chaos,
     Disk,
     LinkKnobs,
     Network,
+    Overdue,
     Process,
     Recorder,
     RemoteMemory,
@@ -59,7 +66,7 @@ from kvfabric.tiers.simulation.sockets import Socket, pack, unpack
 CHUNK_BYTES = 512
 POOLS = ("pool-a", "pool-b", "pool-c")
 ENGINES_PER_POOL = 2
-DEPTH_MAX = 8
+DEPTH_MAX = 6
 CHAOS_S = 20.0
 QUIET_S = 45.0
 """After the chaos: longer than a lease, a suspicion, a router's back-off, a tier's job deadline."""
@@ -180,13 +187,13 @@ class Cluster:
         disk = Disk(self.world, self.knobs.disk, f"disk-{name[-1]}")
         self.disks.append(disk)
         shape = NodeShape(
-            slots=random.randint(12, 40),
+            slots=random.randint(6, 32),
             slot_bytes=4096,
             lease_s=log_uniform(random, 0.5, 8.0),
-            quarantine_slots_max=random.randint(2, 10),
-            tier_bytes=random.randint(10, 60) * CHUNK_BYTES,
+            quarantine_slots_max=random.randint(1, 6),
+            tier_bytes=random.choice((0, 10, 40)) * CHUNK_BYTES,
             peers=PeerConfig(
-                lease_s=log_uniform(random, 0.2, 5.0),
+                lease_s=log_uniform(random, 0.05, 5.0),
                 source_deadline_s=log_uniform(random, 0.1, 2.0),
                 suspect_s=log_uniform(random, 0.2, 5.0),
             ),
@@ -239,7 +246,7 @@ class Cluster:
     def sources(self, own, random, count):
         others = [name for name in POOLS if name != own]
         random.shuffle(others)
-        return [SourceRangeWire(name, name, 0, count) for name in others[: random.randint(0, 2)]]
+        return [SourceRangeWire(name, name, 0, count) for name in others[: random.randint(1, 2)]]
 
     def programs(self, processes):
         return [process.program for process in processes if process.program is not None]
@@ -352,3 +359,72 @@ def test_a_cluster_does_the_same_for_the_same_seed():
 def test_a_cluster_survives_everything_for_long():
     for seed in seeds(300, os.environ, first=1000):
         run(seed)
+
+
+def lapse_frees(directory, owner):
+    for entry in owner.writing.values():
+        directory._slots.discard(entry)
+    owner.writing.clear()
+    directory._drop_pins(owner)
+
+
+def overdue_only_when_decided(fetches, now_s):
+    return [waiter for waiter in fetches.waiters if waiter.undecided == 0]
+
+
+def expire_keeps_pins(source, peer, request, lease):
+    peer.end(request, ReleaseReply([Released.LOST] * len(lease.refs)))
+
+
+def append_without_removals(append):
+    return lambda log, changes: append(log, [one for one in changes if not one.removed])
+
+
+MUTANTS = {
+    "a lapsed writer's slot is freed at once": (Directory, "_lapse", lapse_frees, Corrupt),
+    "pulled bytes are not verified": (
+        Reads,
+        "_sum",
+        lambda reads, arrivals: tuple(arrival.checksum for arrival in arrivals),
+        Corrupt,
+    ),
+    "a waiter's deadline is not looked at": (
+        Fetches,
+        "overdue",
+        overdue_only_when_decided,
+        Overdue,
+    ),
+    "a peer's expired lease keeps its pins": (
+        PullSource,
+        "_expire",
+        expire_keeps_pins,
+        AssertionError,
+    ),
+    "removals are not announced": (
+        EventLog,
+        "append",
+        append_without_removals(EventLog.append),
+        AssertionError,
+    ),
+    "writers from before a restart are not watched": (
+        SimPool,
+        "_watch_processes",
+        lambda pool: pool.writers.clear() or watch_processes(pool),
+        AssertionError,
+    ),
+}
+watch_processes = SimPool._watch_processes
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_simulation_finds(mutant, monkeypatch):
+    owner, name, wrong, error = MUTANTS[mutant]
+    monkeypatch.setattr(owner, name, wrong)
+    for seed in seeds(40, {}):
+        try:
+            run(seed)
+        except error:
+            return
+    pytest.fail(f"no seed found that {mutant}")

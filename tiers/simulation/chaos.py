@@ -14,6 +14,10 @@ from .process import Process, ProcessState
 from .remote_memory import RemoteMemory
 from .world import World
 
+AGAIN_SHARE = 0.5
+"""Of kills that another follows about when the first is up again: deaths come together, and what
+one recovers from, the next finds half done."""
+
 
 class Chaos:
     """The adversary of one world."""
@@ -56,6 +60,14 @@ class Chaos:
             self.kills += 1
             process.kill()
             self._world.at(self._mean(self._knobs.process.down_s), process.start, "restart")
+            if self._random.random() < AGAIN_SHARE:
+                other = self._random.choice(self._processes)
+                delay_s = self._mean(2 * self._knobs.process.down_s)
+                self._world.at(delay_s, lambda: self._kill_again(other), "kill again")
+
+    def _kill_again(self, process: Process) -> None:
+        if self.active:
+            self._kill(process)
 
     def _pause(self, process: Process) -> None:
         if process.state is ProcessState.RUNNING:

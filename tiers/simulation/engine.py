@@ -2,8 +2,8 @@
 
 It follows the order of messages of `tiers.pool.client`: attach, pin, read, release, reserve, write,
 commit; renewals three times a lease; what a late answer brings is given back. What it "computes"
-are the true bytes of a key, written to the slot piece by piece, as by a device: the writes go on
-while the engine is stopped.
+are the true bytes of a key, written to the slot piece by piece: now by a device, which goes on
+while the engine is stopped, now by a thread, which goes on when it resumes.
 
 It checks what no engine could: that bytes under a pin that held are the true ones, that no byte it
 writes lands in a slot that is not its own any more, and that a pool which was running and awake the
@@ -58,7 +58,7 @@ ANSWER_S = 0.5
 RENEWALS_PER_LEASE = 3
 PIECES = 4
 """In how many pieces a chunk is written or read."""
-WAITS_S = (0.0, 0.5, 2.0)
+WAITS_S = (0.0, 0.5, 1.0, 2.0)
 """How long requests let the pool look for what it lacks."""
 
 
@@ -328,10 +328,11 @@ class SimEngine:
             self._done()
             return
         delay_s = 0.0
+        write = self.random.choice((self.process.at, self.process.dma))
         for piece in range(PIECES):
             delay_s += self.random.expovariate(1 / self.work.piece_s)
             for key, ref in mine:
-                self.process.dma(delay_s, lambda k=key, r=ref, p=piece: self._land(k, r, p))
+                write(delay_s, lambda k=key, r=ref, p=piece: self._land(k, r, p))
         self.process.at(delay_s, lambda: self._commit(mine), "commit")
 
     def _land(self, key: ChunkKey, ref: SlotRef, piece: int) -> None:
