@@ -41,7 +41,7 @@ from kvfabric.tiers.p2p.actions import (
     StartVerify,
 )
 from kvfabric.tiers.p2p.consumer import PullConsumer
-from kvfabric.tiers.p2p.source import Placed, PullSource, SourceDescription
+from kvfabric.tiers.p2p.source import Placed, PullSource, Send, SourceDescription
 from kvfabric.tiers.p2p.transport import ReadState, Segment
 
 SLOT_BYTES = 96
@@ -124,7 +124,12 @@ class Pool:
         if (index := self.take(rng)) is not None:
             slot, data = self.slots[index], content(key)
             self.memory[index * SLOT_BYTES : index * SLOT_BYTES + len(data)] = data
-            slot.key, slot.state, slot.length, slot.checksum = key, "ready", len(data), checksum(data)
+            slot.key, slot.state, slot.length, slot.checksum = (
+                key,
+                "ready",
+                len(data),
+                checksum(data),
+            )
 
     def reserve(self, keys, rng, base: int):
         places: list[Landing | Reserved] = []
@@ -179,7 +184,6 @@ class Life:
 
 class World:
     def __init__(self, seed: int, *, trouble: float, config: PeerConfig = CONFIG) -> None:
-        print("seed", seed)
         self.config = config
         self.read_s_max = 0.4 if config is SHORT else 0.05
         self.rng = random.Random(seed)
@@ -239,17 +243,19 @@ class World:
 
         def deliver() -> None:
             for send in target.source.handle(identity, decode(frame), self.now_s):
-                answer = decode(send.frame)
-                self.post(
-                    lambda: self.awake(life, lambda: self.to_consumer(life, endpoint, send.identity, answer))
-                )
+                self.answer(life, endpoint, send)
             target.source.check()
 
         self.awake(target, deliver)
 
-    def to_consumer(self, life: Life, endpoint: str, identity: bytes, envelope) -> None:
-        if life.identities.get(endpoint) == identity:
-            self.do(life, life.consumer.on_message(endpoint, envelope, self.now_s))
+    def answer(self, life: Life, endpoint: str, send: Send) -> None:
+        envelope = decode(send.frame)
+
+        def deliver() -> None:
+            if life.identities.get(endpoint) == send.identity:
+                self.do(life, life.consumer.on_message(endpoint, envelope, self.now_s))
+
+        self.post(lambda: self.awake(life, deliver))
 
     def do(self, life: Life, actions: tuple[Action, ...]) -> None:
         for action in actions:
@@ -261,9 +267,7 @@ class World:
                     del life.identities[endpoint]
                 case SendTo(endpoint=endpoint):
                     frame, identity = action.frame, life.identities[endpoint]
-                    self.post(
-                        lambda e=endpoint, f=frame, i=identity: self.to_source(life, e, f, i)
-                    )
+                    self.post(lambda e=endpoint, f=frame, i=identity: self.to_source(life, e, f, i))
                 case ReserveSlots(pull=pull):
                     places = life.pool.reserve(action.keys, self.rng, life.base)
                     delay_s = self.rng.choice((0.0, 0.01))
@@ -271,17 +275,13 @@ class World:
                         delay_s,
                         lambda p=pull, s=places: self.awake(
                             life,
-                            lambda: self.do(
-                                life, life.consumer.reserved(p.pull_id, s, self.now_s)
-                            ),
+                            lambda: self.do(life, life.consumer.reserved(p.pull_id, s, self.now_s)),
                         ),
                     )
                 case StartRead():
                     self.read(life, action)
                 case StartVerify():
-                    self.at(
-                        self.rng.uniform(0, 0.01), lambda a=action: self.verify(life, a)
-                    )
+                    self.at(self.rng.uniform(0, 0.01), lambda a=action: self.verify(life, a))
                 case RemovePeer(agent):
                     assert all(read.agent != agent for read in life.running.values())
                 case Finished():
@@ -293,7 +293,11 @@ class World:
 
     def read(self, life: Life, action: StartRead) -> None:
         life.running[action.read_id] = action
-        source = next(one for one in self.lives if one.pool and one.source and action.agent == f"{one.node}.{one.number}".encode())
+        source = next(
+            one
+            for one in self.lives
+            if one.pool and one.source and action.agent == f"{one.node}.{one.number}".encode()
+        )
         takes_s = self.rng.uniform(0.001, self.read_s_max)
         if self.chance(0.1):
             takes_s = self.rng.uniform(0.5, 4.0)
@@ -304,7 +308,9 @@ class World:
                 return
             ref = arrival.landing.ref
             slot = life.pool.slots[ref.slot]
-            assert (slot.state, slot.generation) == ("writing", ref.generation), "reused under a read"
+            assert (slot.state, slot.generation) == ("writing", ref.generation), (
+                "reused under a read"
+            )
             if not source.alive:
                 failed.append(arrival)
                 return
@@ -334,7 +340,9 @@ class World:
         pull = life.pulls.pop(action.pull.pull_id)
         assert len(action.outcomes) == len(pull.keys)
         if life.frozen_until_s < pull.deadline_s:
-            assert self.now_s <= max(pull.deadline_s, life.frozen_until_s) + 1e-9, "past its deadline"
+            assert self.now_s <= max(pull.deadline_s, life.frozen_until_s) + 1e-9, (
+                "past its deadline"
+            )
         for chunk in action.commits:
             assert action.outcomes[pull.keys.index(chunk.key)] == Lookup.HIT
             life.pool.commit(chunk)
@@ -342,7 +350,8 @@ class World:
         reading = {
             arrival.landing.ref for read in life.running.values() for arrival in read.arrivals
         }
-        assert reading.isdisjoint(action.aborts) and reading.issuperset(action.doomed)
+        assert reading.isdisjoint(action.aborts)
+        assert reading.issuperset(action.doomed)
         self.outcomes += action.outcomes
 
     def want(self, life: Life) -> None:

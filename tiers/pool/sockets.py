@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import xxhash
 import zmq
 
 from ...fabric.config import PoolConfig
@@ -18,6 +19,8 @@ FRAMES_PER_TURN_MAX = 256
 """Messages taken from one socket before the others get their turn."""
 PIPE_READ_BYTES = 4096
 """One read empties the pipe of all wake-ups that a turn can have missed."""
+
+PORT_FIRST, PORTS = 16_384, 16_384
 
 Ready = dict[object, int]
 Socket = zmq.Socket[bytes]
@@ -40,16 +43,19 @@ class PoolSockets:
 
     def __init__(self, config: PoolConfig, epoch: int) -> None:
         self._path = f"{config.host.directory}/kvfabric-{config.run}-{config.node}.sock"
+        self._name = f"{config.run}/{config.node}"
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._wake_out, self._wake_in = os.pipe()
         self._dealers: dict[str, Socket] = {}
         try:
-            self.clients = self._bound(zmq.ROUTER, f"ipc://{self._path}")
+            self.clients = self._bound(zmq.ROUTER, f"ipc://{self._path}", "clients")
             os.chmod(self._path, 0o600)
-            self.peers = self._bound(zmq.ROUTER, config.peers.listen)
-            self.events = self._bound(zmq.PUB, config.events.publish)
-            self.replay = self._bound(zmq.ROUTER, config.events.replay)
+            self.peers = self._bound(zmq.ROUTER, config.peers.listen, "peers")
+            self.events = self._bound(zmq.PUB, config.events.publish, "events")
+            self.replay = self._bound(zmq.ROUTER, config.events.replay, "replay")
+            # A whole replay at once: what a full queue swallowed the reader would ask for again.
+            self.replay.setsockopt(zmq.SNDHWM, 2 * config.events.buffer_batches)
         except BaseException:
             self.close()
             raise
@@ -134,14 +140,30 @@ class PoolSockets:
         socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         return socket
 
-    def _bound(self, kind: int, endpoint: str) -> Socket:
+    def _bound(self, kind: int, endpoint: str, purpose: str) -> Socket:
         socket = self._socket(kind)
+        if endpoint.endswith(":*"):
+            preferred = f"{endpoint[:-1]}{usual_port(self._name, purpose)}"
+            try:
+                socket.bind(preferred)
+            except zmq.ZMQError:  # somebody else has it: any port will do
+                pass
+            else:
+                return socket
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             problem = f"cannot be bound: {error.strerror}"
             raise ConfigError(endpoint, problem, "Choose a free address") from error
         return socket
+
+
+def usual_port(*what: object) -> int:
+    """Return the port that something has whenever it is free, so that it is found after a restart.
+
+    Below the range from which Linux takes ports for outgoing connections.
+    """
+    return PORT_FIRST + xxhash.xxh32_intdigest(repr(what).encode()) % PORTS
 
 
 def send(socket: Socket, frames: list[bytes]) -> None:
