@@ -45,6 +45,7 @@ from kvfabric.tiers.p2p.source import PullSource
 from kvfabric.tiers.pool.directory import Directory
 from kvfabric.tiers.pool.fetch import Fetches
 from kvfabric.tiers.simulation import (
+    CALM,
     Chaos,
     Disk,
     LinkKnobs,
@@ -67,7 +68,7 @@ CHUNK_BYTES = 512
 POOLS = ("pool-a", "pool-b", "pool-c")
 ENGINES_PER_POOL = 2
 DEPTH_MAX = 6
-CHAOS_S = 20.0
+CHAOS_S, SOAK_CHAOS_S = 6.0, 30.0
 QUIET_S = 45.0
 """After the chaos: longer than a lease, a suspicion, a router's back-off, a tier's job deadline."""
 STEPS_MAX = 1_000_000
@@ -152,10 +153,10 @@ class RouterProgram:
 class Cluster:
     """Three nodes with engines, and a router."""
 
-    def __init__(self, seed):
+    def __init__(self, seed, knobs=None):
         self.world = World(seed)
         self.random = self.world.fork("cluster")
-        self.knobs = draw_knobs(self.world.fork("knobs"), chunk_bytes=CHUNK_BYTES)
+        self.knobs = knobs or draw_knobs(self.world.fork("knobs"), chunk_bytes=CHUNK_BYTES)
         self.recorder = Recorder(self.world)
         self.network = Network(self.world, self.knobs.link)
         self.streams = Network(
@@ -263,7 +264,7 @@ class Cluster:
         for disk in self.disks:
             disk.check()
 
-    def run(self):
+    def run(self, chaos_s):
         with self.world:
             chaos = Chaos(
                 self.world,
@@ -273,12 +274,12 @@ class Cluster:
                 disks=self.disks,
                 memory=self.memory,
             )
-            chaos.until(CHAOS_S)
-            self.world.at(CHAOS_S, self.stop)
-            self.live(CHAOS_S + QUIET_S)
+            chaos.until(chaos_s)
+            self.world.at(chaos_s, self.stop)
+            self.live(chaos_s + QUIET_S)
             self.check_quiet()
             self.restart_engines()
-            self.live(CHAOS_S + QUIET_S + 10.0)
+            self.live(chaos_s + QUIET_S + 10.0)
             self.check_empty_handed()
             self.check_router()
         return self.recorder
@@ -336,13 +337,14 @@ class Cluster:
         return [int.from_bytes(key[-12:-4], "big") for key in keys]
 
 
-def run(seed):
-    return Cluster(seed).run()
+def run(seed, chaos_s=CHAOS_S):
+    return Cluster(seed).run(chaos_s)
 
 
+@pytest.mark.slow
 def test_a_cluster_survives_everything():
-    recorders = [run(seed) for seed in seeds(6, os.environ)]
-    assert sum(recorder.hits for recorder in recorders) > 500
+    recorders = [run(seed) for seed in seeds(4, os.environ)]
+    assert sum(recorder.hits for recorder in recorders) > 100
 
 
 def test_a_cluster_does_the_same_for_the_same_seed():
@@ -354,11 +356,28 @@ def test_a_cluster_does_the_same_for_the_same_seed():
     assert digests[0] == digests[1]
 
 
+def test_a_writer_that_dies_before_it_attaches_again_is_noticed():
+    cluster = Cluster(1, CALM)
+    pool, engines = cluster.pools[0], cluster.engines[:ENGINES_PER_POOL]
+    while pool.program.directory.stats().writing == 0:
+        cluster.live(cluster.world.now_s() + 0.001)
+    for engine in engines:
+        engine.pause()
+    pool.kill()
+    pool.start()
+    assert pool.program.directory.stats().quarantined > 0
+    for engine in engines:
+        engine.kill()
+    cluster.live(cluster.world.now_s() + 1.0)
+    assert pool.program.directory.stats().quarantined == 0
+    pool.program.check()
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_a_cluster_survives_everything_for_long():
     for seed in seeds(300, os.environ, first=1000):
-        run(seed)
+        run(seed, SOAK_CHAOS_S)
 
 
 def lapse_frees(directory, owner):
@@ -406,14 +425,7 @@ MUTANTS = {
         append_without_removals(EventLog.append),
         AssertionError,
     ),
-    "writers from before a restart are not watched": (
-        SimPool,
-        "_watch_processes",
-        lambda pool: pool.writers.clear() or watch_processes(pool),
-        AssertionError,
-    ),
 }
-watch_processes = SimPool._watch_processes
 
 
 @pytest.mark.soak
@@ -424,7 +436,7 @@ def test_the_simulation_finds(mutant, monkeypatch):
     monkeypatch.setattr(owner, name, wrong)
     for seed in seeds(40, {}):
         try:
-            run(seed)
+            run(seed, SOAK_CHAOS_S)
         except error:
             return
     pytest.fail(f"no seed found that {mutant}")
