@@ -126,6 +126,10 @@ class Peering:
         self._begun_s[pull_id] = now_s
         self._carry_out(self.consumer.want(pull, now_s))
 
+    def connect_failed(self, endpoint: str) -> None:
+        """A `Connect` could not be carried out."""
+        self._carry_out(self.consumer.on_connect_failed(endpoint, self._clock.now_s()))
+
     def on_frame(self, endpoint: str, frame: bytes) -> None:
         """Take a source's answer."""
         try:

@@ -7,6 +7,7 @@ it, except `wake`, which any thread may call.
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 
 import xxhash
 import zmq
@@ -14,6 +15,7 @@ import zmq
 from ...fabric.config import PoolConfig
 from ...fabric.errors import ConfigError
 from ...fabric.wire import MESSAGE_BYTES_MAX
+from .files import PoolFiles
 
 FRAMES_PER_TURN_MAX = 256
 """Messages taken from one socket before the others get their turn."""
@@ -24,6 +26,15 @@ PORT_FIRST, PORTS = 16_384, 16_384
 
 Ready = dict[object, int]
 Socket = zmq.Socket[bytes]
+
+
+class Dialled(IntEnum):
+    """What became of a connection to a source."""
+
+    OPENED = 0
+    """Which does not say that anybody is there."""
+    REFUSED = 1
+    """The endpoint is none that can be reached, or this process has no sockets left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +61,7 @@ class PoolSockets:
     """Bound sockets and connections to sources. Raises `ConfigError` for an address in use."""
 
     def __init__(self, config: PoolConfig, epoch: int) -> None:
-        self._path = f"{config.host.directory}/kvfabric-{config.run}-{config.node}.sock"
+        self._path = PoolFiles.named(config.host.directory, f"{config.run}-{config.node}").socket
         self._name = f"{config.run}/{config.node}"
         self._context = zmq.Context()
         self._poller = zmq.Poller()
@@ -106,14 +117,22 @@ class PoolSockets:
             if any(True for _ in self.received(dealer.monitor, ready)):
                 yield endpoint
 
-    def connect(self, endpoint: str) -> None:
+    def connect(self, endpoint: str) -> Dialled:
         """Open a connection to a source."""
-        socket = self._socket(zmq.DEALER)
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
-        socket.connect(endpoint)
+        try:
+            socket = self._socket(zmq.DEALER)
+        except zmq.ZMQError:
+            return Dialled.REFUSED
+        try:
+            monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+            socket.connect(endpoint)
+        except zmq.ZMQError:
+            socket.close()
+            return Dialled.REFUSED
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
         self._dealers[endpoint] = Dealer(socket, monitor)
+        return Dialled.OPENED
 
     def disconnect(self, endpoint: str) -> None:
         """Close a connection and forget what it has not sent."""
