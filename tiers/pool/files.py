@@ -12,8 +12,6 @@ from .limits import ReadText
 PREFIX = "kvfabric-"
 CONTROL_SUFFIX = ".control"
 SEGMENT_SUFFIX = ".seg0"
-SOCKET_SUFFIX = ".sock"
-"""Where clients reach the pool; made and removed by its process under the control file's lock."""
 MODE = 0o600
 OPEN_TRIES_MAX = 8
 """A lock may turn out to be on a file that a sweep has just removed; it cannot happen often."""

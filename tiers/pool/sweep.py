@@ -7,7 +7,6 @@ from .files import (
     CONTROL_SUFFIX,
     PREFIX,
     SEGMENT_SUFFIX,
-    SOCKET_SUFFIX,
     PoolFiles,
     allocated_bytes,
     mapped_by,
@@ -26,14 +25,14 @@ class SweptFile:
 
 
 def sweep(directory: str, run: str | None) -> list[SweptFile]:
-    """Remove pools' files, sockets among them, whose lock is free and that no process has mapped.
+    """Remove pools' files whose lock is free and that no process has mapped.
 
     Of all runs if `run` is None. Files of other users are left alone. Since names of runs and nodes
     may have dashes, the run "a" includes orphans of a run "a-b".
     """
     names: set[str] = set()
     for file in os.listdir(directory):
-        for suffix in (CONTROL_SUFFIX, SEGMENT_SUFFIX, SOCKET_SUFFIX):
+        for suffix in (CONTROL_SUFFIX, SEGMENT_SUFFIX):
             if file.startswith(PREFIX) and file.endswith(suffix):
                 names.add(file.removeprefix(PREFIX).removesuffix(suffix))
     swept: list[SweptFile] = []
@@ -45,9 +44,7 @@ def sweep(directory: str, run: str | None) -> list[SweptFile]:
 
 def _sweep_pool(files: PoolFiles) -> list[SweptFile]:
     """Remove one pool's files under its lock, so that no pool can be opening them meanwhile."""
-    socket = files.control.removesuffix(CONTROL_SUFFIX) + SOCKET_SUFFIX
-    paths = (socket, *files.all)
-    found = [path for path in paths if os.path.exists(path)]
+    found = [path for path in files.all if os.path.exists(path)]
     try:
         lock = open_locked(files.control)
     except (BlockingIOError, PermissionError):
@@ -56,7 +53,7 @@ def _sweep_pool(files: PoolFiles) -> list[SweptFile]:
         if any(mapped_by(files.all).values()):
             return []
         swept = [SweptFile(path, allocated_bytes((path,))) for path in found]
-        unlink_quietly(paths)
+        unlink_quietly(files.all)
         return swept
     finally:
         unlock(lock)
