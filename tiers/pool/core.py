@@ -142,9 +142,12 @@ class ClientCore:
         return replies
 
     def processes(self) -> set[tuple[int, int]]:
-        """Return pid and start time of every process that may hold slots."""
+        """Return pid and start time of every process whose end must be noticed.
+
+        Those attached, and those that an earlier pool gave slots to and that have not come back.
+        """
         attached = {(session.pid, session.pid_started) for session in self.sessions.values()}
-        return attached | self.directory.unclaimed_processes()
+        return attached | self.directory.unclaimed()
 
     def _reply(self, identity: bytes, request: int, body: Body) -> None:
         self._replies.append(Reply(identity, encode(self.epoch, request, body)))  # pyright: ignore[reportArgumentType] (every answer is a Message)
