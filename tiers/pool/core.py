@@ -119,11 +119,9 @@ class ClientCore:
     def tick(self) -> None:
         """Let time pass: leases end, and waiting requests are answered."""
         now_s = self.clock.now_s()
-        for owner in self.directory.expire(now_s):
+        for _owner in self.directory.expire(now_s):
             self.recorder.count("kvfabric_leases_expired_total", owner="client")
             self.fetcher.writers_changed()
-            if all(session.client != owner for session in self.sessions.values()):
-                self.directory.owner_gone(owner)
         for identity, request, reply in self.fetcher.take_answers(now_s):
             self._count_lookups(reply)
             self._reply(identity, request, reply)
@@ -142,7 +140,10 @@ class ClientCore:
         return replies
 
     def processes(self) -> set[tuple[int, int]]:
-        """Return pid and start time of every process that may hold slots."""
+        """Return pid and start time of every process whose end must be noticed.
+
+        Those attached, and those that an earlier pool gave slots to and that have not come back.
+        """
         attached = {(session.pid, session.pid_started) for session in self.sessions.values()}
         return attached | self.directory.unclaimed_processes()
 
@@ -177,6 +178,10 @@ class ClientCore:
         for old in retired:
             self.directory.retire(old)
         session = Session(identity, attach.client, attach.pid, attach.pid_started, namespace)
+        # A client whose connection broke comes back under another identity.
+        for known in [i for i, other in self.sessions.items() if other.client == attach.client]:
+            self.fetcher.leave(known)
+            del self.sessions[known]
         self.sessions[identity] = session
         self.directory.open_owner(
             attach.client,

@@ -15,7 +15,6 @@ from ...fabric.config import EventConfig, PeerConfig
 from ...fabric.events import Frames, parse_replay_request
 from ...fabric.metrics import Recorder as Metrics
 from ...fabric.records import TableHeader, control_bytes
-from ...fabric.types import SlotState
 from ...fabric.wire import decode
 from ..event_log import EventLog
 from ..p2p.actions import Connect, Disconnect
@@ -119,17 +118,9 @@ class SimPool:
             write_header(control, with_epoch(header, self.process.epoch))
         self.table = SlotTable(control)
         self.directory = Directory(self.table, quarantine_slots_max=shape.quarantine_slots_max)
-        self.writers: set[tuple[int, int]] = set()
-        """Processes that may still write what an earlier pool gave them, attached or not."""
         if not fresh:
             adopted = self.directory.adopt(self.node.alive)
             self.process.world.note(self.process.name, f"adopts {adopted}")
-            records = [self.table.read(slot) for slot in self.table.used_slots()]
-            self.writers = {
-                (record.owner_pid, record.owner_started)
-                for record in records
-                if record.state is SlotState.QUARANTINED
-            }
 
     def _open_parts(self) -> None:
         process, node, clock = self.process, self.node, self.process.clock
@@ -157,7 +148,7 @@ class SimPool:
             shape.events.heartbeat_s,
             clock,
         )
-        self.stream = PoolStream(log, self.directory, [self.tier], clock)
+        self.stream = PoolStream(log, self.context, [self.tier])
         place = PoolPlace(name, "control", ("segment",), shape.slot_bytes, shape.lease_s)
         self.core = ClientCore(place, self.context, self.fetcher)
         self.fetcher.chunk_bytes = self.core.namespaces.chunk_bytes
@@ -200,9 +191,8 @@ class SimPool:
         self._turn()
 
     def _watch_processes(self) -> None:
-        for process in sorted(self.core.processes() | self.writers):
+        for process in sorted(self.core.processes()):
             if not self.node.alive(*process):
-                self.writers.discard(process)
                 self.core.process_gone(*process)
 
     def _flush(self) -> None:
