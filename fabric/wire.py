@@ -147,7 +147,7 @@ class ReleaseReply(Body, frozen=True, tag="released"):
 
 
 class Drop(Body, frozen=True, tag="drop"):
-    """A reader found these chunks' bytes corrupt: take them out of the directory."""
+    """A reader found these chunks' bytes corrupt: verify, and take out what is."""
 
     slots: list[int]
     generations: list[int]

@@ -244,6 +244,14 @@ def test_stale_references_are_lost_and_harm_nothing(pool: Pool):
     assert pool.d.stats().lost == 10
 
 
+def test_nobody_commits_or_aborts_what_another_is_writing(pool: Pool):
+    ref = pool.reserve([1])[0].slot
+    assert pool.d.commit("b", [ref], [5], 0.0) == (LOST,)
+    pool.d.abort("b", [ref])
+    assert pool.d.stats().writing == 1
+    assert pool.d.commit("a", [ref], [5], 0.0) == (READY,)
+
+
 def test_a_commit_may_be_repeated_but_not_changed(pool: Pool):
     (ref,) = pool.store([1])
     assert pool.d.commit("a", [ref, ref], [1001, 5], 0.0) == (READY, LOST)

@@ -250,7 +250,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             self.model.open_owner(owner)
 
     def some(self, picks: list[int]) -> list[SlotRef]:
-        refs = self.model.refs[-SLOTS * 2 :]
+        refs = [*self.model.writing, *self.model.refs[-SLOTS:]]
         return [refs[pick % len(refs)] for pick in picks] if refs else []
 
     @rule(owner=owners)
@@ -322,7 +322,8 @@ def live(seed: int, steps: int) -> None:
     model = Model()
 
     def some() -> list[SlotRef]:
-        return rng.sample(model.refs[-20:], min(len(model.refs), rng.randint(1, 5)))
+        known = [*model.writing, *model.refs[-10:]]
+        return rng.sample(known, min(len(known), rng.randint(1, 4)))
 
     calls = [
         (8, lambda: model.open_owner(rng.choice(OWNERS))),

@@ -1,230 +1,245 @@
-"""A pool and its readers in different processes, over files in shared memory."""
+"""Pools in processes of their own, killed and stopped under load: nothing is lost, nothing leaks."""
 
-import hashlib
 import os
-import random
 import signal
-from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
+from pool_yard import chunk, key, keys, load, names, store, until
 
-from kvfabric.fabric.checksum import checksum
-from kvfabric.fabric.config import HostConfig
-from kvfabric.fabric.types import Committed, Lookup, NamespaceId, Reserved, make_key
-from kvfabric.tiers.pool.directory import Directory
-from kvfabric.tiers.pool.reader import TableReader
-from kvfabric.tiers.pool.region import Region, RegionView
-from kvfabric.tiers.pool.sweep import sweep
-from kvfabric.tiers.pool.table import SlotTable
+from kvfabric.fabric.errors import ConfigError, Unavailable
+from kvfabric.fabric.types import Committed, Lookup, Reserved
+from kvfabric.tiers.pool.daemon import PoolProcess
 
-SHM = "/dev/shm"
-NS = NamespaceId(b"n" * 16)
-SLOTS = 32
-HOST = HostConfig(slot_bytes=4096, region_bytes=SLOTS * 4096)
-KEYS = [make_key(hashlib.sha256(b"%d" % n).digest(), 0) for n in range(100)]
-NUMBER = {key: number for number, key in enumerate(KEYS)}
-
-pytestmark = pytest.mark.skipif(not os.path.isdir(SHM), reason="needs /dev/shm")
+pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def run() -> Iterator[str]:
-    """A run of its own; whatever the test leaves is an error and is removed."""
-    name = f"test{os.getpid()}"
-    yield name
-    assert sweep(SHM, name) == []
+def settled(pool: PoolProcess) -> bool:
+    stats = pool.stats()
+    return stats["writing"] == stats["quarantined"] == stats["pinned"] == stats["condemned"] == 0
 
 
-def in_child(body: Callable[[int], None]) -> tuple[int, int]:
-    """Run `body(pipe)` in a fork. Returns its pid and the pipe's reading end."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            os.close(reading)
-            body(writing)
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(writing)
-    return pid, reading
+def wait_settled(pool: PoolProcess) -> dict[str, float]:
+    """Wait until nobody holds anything, and return the pool's numbers; the books must balance."""
+    until(lambda: settled(pool))
+    pool.check()
+    return pool.stats()
 
 
-def exit_code(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def test_a_pool_killed_under_load_loses_no_committed_chunk(yard) -> None:
+    config = yard.config(slots=4096, host={"lease_s": 2.0})
+    pool = yard.pool(config)
+    child = yard.child(pool, timeout_s=1.5)
+    child.tell("store_forever", first=0)
+    said = [child.hear() for _ in range(20)]
+    pool.kill()
+    pool = yard.pool(config)
+    after = [child.hear() for _ in range(20)]
+    child.tell("stop")
+    while said[-1] != "ended":
+        said.append(child.hear())
+    stored = [n for line in (*said[:20], *after, *said[20:]) if line[0] == "stored" for n in line[1:]]
+    assert after[-1][0] == "stored"
+    client = yard.client(pool)
+    for n in range(0, len(stored), 64):
+        batch = stored[n : n + 64]
+        status = client.load(
+            [key(number) for number in batch],
+            lambda index, slot, summed, batch=batch: (
+                summed if slot == memoryview(chunk(batch[index])) else 0
+            ),
+        )
+        assert names(status) == {"HIT"}
+    wait_settled(pool)
 
 
-def payload(number: int, length: int) -> bytes:
-    return random.Random(number).randbytes(length)
+def test_what_a_pool_took_to_its_grave_half_written_is_given_back(yard) -> None:
+    config = yard.config()
+    pool = yard.pool(config)
+    child = yard.child(pool)
+    assert child.ask("reserve", first=0, number=4) == ["GRANTED"] * 4
+    pool.kill()
+    pool = yard.pool(config)
+    client = yard.client(pool)
+    assert pool.stats()["quarantined"] == 4
+    assert names(load(client, 0, 4)) == {"MISS"}
+    assert child.ask("commit") == ["LOST"] * 4
+    assert wait_settled(pool)["free"] == 32
+    store(client, 0, 4)
 
 
-def store(region: Region, directory: Directory, numbers: list[int], now_s: float = 0.0) -> None:
-    lengths = [64 + number for number in numbers]
-    granted = directory.reserve(
-        "w", NS, [KEYS[n] for n in numbers], range(len(numbers)), lengths, now_s
-    )
-    refs = []
-    sums = []
-    for number, answer, length in zip(numbers, granted, lengths, strict=True):
-        if answer.status is Reserved.GRANTED:
-            view = region.view(answer.slot.slot, length)
-            view[:] = payload(number, length)
-            refs.append(answer.slot)
-            sums.append(checksum(view))
-    assert set(directory.commit("w", refs, sums, now_s)) <= {Committed.READY}
+def test_who_dies_between_two_pools_leaves_nothing(yard) -> None:
+    config = yard.config()
+    pool = yard.pool(config)
+    child = yard.child(pool)
+    child.ask("reserve", first=0, number=4)
+    child.stop()
+    pool.kill()
+    pool = yard.pool(config)
+    assert pool.stats()["quarantined"] == 4
+    child.kill()
+    assert wait_settled(pool)["free"] == 32
 
 
-def pool(run: str) -> tuple[Region, Directory]:
-    region = Region.open(SHM, run, "node", HOST)
-    directory = Directory(SlotTable(region.control), quarantine_slots_max=SLOTS)
-    directory.adopt(lambda _pid, _started: False)
-    directory.open_owner("w", 1e9, os.getpid(), 1, 0.0)
-    return region, directory
+def test_a_commit_without_an_answer_is_given_up(yard) -> None:
+    config = yard.config(host={"lease_s": 0.6})
+    pool = yard.pool(config)
+    client = yard.client(pool, timeout_s=0.2)
+    (_, ref), (_, other) = client.reserve(keys(0, 2), range(2))
+    pool.kill()
+    with pytest.raises(Unavailable):
+        client.commit([ref], [1])
+    client.abort([other])
+    pool = yard.pool(config)
+    assert wait_settled(pool)["free"] == 32
 
 
-def verified_hits(reader: TableReader, view: RegionView) -> set[int]:
-    """Look everything up, and check the bytes of every hit against key and checksum."""
-    answer = reader.lookup(NS, KEYS)
-    hits = np.flatnonzero(answer.states == Lookup.HIT).tolist()
-    for number in hits:
-        piece = view.view(int(answer.slots[number]), int(answer.lengths[number]))
-        assert bytes(piece) == payload(number, 64 + number)
-        assert checksum(piece) == answer.checksums[number]
-    return set(hits)
+def test_a_grant_that_came_too_late_is_given_back(yard) -> None:
+    pool = yard.pool(host={"lease_s": 0.6})
+    client = yard.client(pool, timeout_s=0.2)
+    store(client, 0, 4)
+    os.kill(pool.pid, signal.SIGSTOP)
+    with pytest.raises(Unavailable):
+        client.pin(keys(0, 4))
+    with pytest.raises(Unavailable):
+        client.reserve(keys(4, 4), range(4))
+    os.kill(pool.pid, signal.SIGCONT)
+    until(lambda: pool.stats()["ready"] == 4)
+    wait_settled(pool)
 
 
-def test_a_forked_reader_sees_what_the_parent_commits(run: str):
-    region, directory = pool(run)
-    ask, answer = os.pipe()
-
-    def child(pipe: int) -> None:
-        view = RegionView.attach(region.control_path, region.segment_paths)
-        reader = TableReader(view.control)
-        os.write(pipe, bytes([len(verified_hits(reader, view))]))
-        while os.read(ask, 1) == b"?":
-            os.write(pipe, bytes([len(verified_hits(reader, view))]))
-
-    pid, reading = in_child(child)
-    try:
-        seen = [os.read(reading, 1)[0]]
-        for start in (0, 10, 20):
-            store(region, directory, list(range(start, start + 10)))
-            os.write(answer, b"?")
-            seen.append(os.read(reading, 1)[0])
-        os.write(answer, b".")
-        assert exit_code(pid) == 0
-        assert seen == [0, 10, 20, 30]
-    finally:
-        for fd in (reading, ask, answer):
-            os.close(fd)
-        region.close(unlink=True)
+def test_a_client_killed_while_writing_leaves_nothing(yard) -> None:
+    pool = yard.pool()
+    child, client = yard.child(pool), yard.client(pool)
+    child.ask("reserve", first=0, number=32)
+    assert client.lookup([key(0)]).states[0] == Lookup.PENDING
+    assert names(load(client, 0, 4)) == {"PENDING"}
+    child.kill()
+    until(lambda: pool.stats()["free"] == 32, within_s=1.0)
+    assert names(load(client, 0, 32)) == {"MISS"}
+    wait_settled(pool)
+    store(client, 100, 32)
 
 
-def test_a_reader_in_another_process_never_hits_a_wrong_record(run: str):
-    """The parent recycles 32 slots among 100 keys as fast as it can while the child looks up."""
-    region, directory = pool(run)
-
-    def child(pipe: int) -> None:
-        view = RegionView.attach(region.control_path, region.segment_paths)
-        reader = TableReader(view.control)
-        hits = 0
-        while hits < 3000:
-            answer = reader.lookup(NS, KEYS)
-            ready = np.flatnonzero(answer.states == Lookup.HIT)
-            hits += len(ready)
-            assert (answer.lengths[ready] == 64 + ready).all()
-            assert (answer.checksums[ready] == 7 + ready).all()
-        os.write(pipe, b"k")
-
-    pid, reading = in_child(child)
-    try:
-        os.set_blocking(reading, False)
-        rng = random.Random(5)
-        said = b""
-        for _ in range(20_000):
-            numbers = rng.sample(range(100), 8)
-            lengths = [64 + n for n in numbers]
-            granted = directory.reserve("w", NS, [KEYS[n] for n in numbers], range(8), lengths, 0.0)
-            fresh = [(n, r.slot) for n, r in zip(numbers, granted, strict=True) if r.status == 0]
-            directory.commit("w", [slot for _, slot in fresh], [7 + n for n, _ in fresh], 0.0)
-            directory.take_changes()
-            try:
-                said = os.read(reading, 1)
-                break
-            except BlockingIOError:
-                continue
-        directory.check()
-        assert said == b"k"
-        assert exit_code(pid) == 0
-    finally:
-        os.close(reading)
-        region.close(unlink=True)
+def test_a_stopped_writer_keeps_its_slots_until_it_says_so(yard) -> None:
+    pool = yard.pool(host={"lease_s": 0.5, "quarantine_bytes_max": 32 << 16})
+    child, client = yard.child(pool), yard.client(pool)
+    child.ask("reserve", first=0, number=8)
+    child.stop()
+    until(lambda: pool.stats()["quarantined"] == 8)
+    assert names(load(client, 0, 8)) == {"MISS"}
+    store(client, 100, 24)
+    assert [s for s, _ in client.reserve(keys(200, 25), range(25))] == [Reserved.BUSY] * 25
+    store(client, 300, 24)
+    assert pool.stats()["quarantined"] == 8
+    child.go_on()
+    assert child.ask("commit") == ["LOST"] * 8
+    until(lambda: pool.stats()["free"] == 8)
+    assert names(load(client, 300, 24)) == {"HIT"}
+    wait_settled(pool)
 
 
-@pytest.mark.parametrize("kills", [1, 40, 200])
-def test_a_killed_pool_is_adopted_with_all_its_ready_chunks(run: str, kills: int):
-    """SIGKILL in the middle of reserving, committing and evicting, after some progress."""
-
-    def child(pipe: int) -> None:
-        region, directory = pool(run)
-        rng = random.Random(kills)
-        store(region, directory, list(range(SLOTS)))
-        os.write(pipe, b".")
-        while True:
-            store(region, directory, rng.sample(range(100), 4))
-            directory.take_changes()
-            os.write(pipe, b".")
-
-    pid, reading = in_child(child)
-    for _ in range(kills):
-        assert os.read(reading, 1) == b"."
-    os.kill(pid, signal.SIGKILL)
-    assert exit_code(pid) == -signal.SIGKILL
-    os.close(reading)
-
-    region = Region.open(SHM, run, "node", HOST)
-    try:
-        assert region.adopted
-        view = RegionView.attach(region.control_path, region.segment_paths)
-        reader = TableReader(view.control)
-        before = verified_hits(reader, view)
-        directory = Directory(SlotTable(region.control), quarantine_slots_max=SLOTS)
-        adopted = directory.adopt(lambda _pid, _started: False)
-        directory.check()
-        after = verified_hits(reader, view)
-        assert before <= after
-        assert {NUMBER[chunk.key] for _, chunk in directory.ready_chunks()} == after
-        assert adopted.ready == len(after) >= SLOTS - 4
-        assert adopted.dropped <= 1
-        assert directory.stats().free == SLOTS - adopted.ready
-        del reader
-        view.close()
-    finally:
-        region.close(unlink=True)
+def test_a_stopped_writer_that_is_killed_gives_its_slots_back(yard) -> None:
+    pool = yard.pool(host={"lease_s": 0.5})
+    child = yard.child(pool)
+    child.ask("reserve", first=0, number=8)
+    child.stop()
+    until(lambda: pool.stats()["quarantined"] == 8)
+    child.kill()
+    until(lambda: pool.stats()["free"] == 32, within_s=1.0)
+    wait_settled(pool)
 
 
-def test_a_reader_goes_on_through_the_death_and_return_of_the_pool(run: str):
-    def child(pipe: int) -> None:
-        region, directory = pool(run)
-        store(region, directory, list(range(20)))
-        os.write(pipe, region.control_path.encode())
-        os.read(os.pipe()[0], 1)
+def test_a_stopped_reader_loses_its_pins_and_never_reads_wrong_bytes(yard) -> None:
+    pool = yard.pool(slots=8, host={"lease_s": 0.5})
+    child, client = yard.child(pool), yard.client(pool)
+    store(client, 0, 8)
+    assert child.ask("load_slowly", first=0) == "draining"
+    child.stop()
+    until(lambda: pool.stats()["pinned"] == 0)
+    store(client, 100, 8)
+    child.tell("read")
+    child.go_on()
+    assert child.hear() == ["MISS", False]
+    wait_settled(pool)
 
-    pid, reading = in_child(child)
-    path = os.read(reading, 1000).decode()
-    view = RegionView.attach(path, [path.replace(".control", ".seg0")])
-    reader = TableReader(view.control)
-    assert verified_hits(reader, view) == set(range(20))
-    os.kill(pid, signal.SIGKILL)
-    exit_code(pid)
-    os.close(reading)
-    assert verified_hits(reader, view) == set(range(20))
-    region, directory = pool(run)
-    assert verified_hits(reader, view) == set(range(20))
-    store(region, directory, list(range(20, 60)))
-    assert verified_hits(reader, view) == {NUMBER[c.key] for _, c in directory.ready_chunks()}
-    del reader
-    view.close()
-    region.close(unlink=True)
+
+def test_a_late_release_says_so(yard) -> None:
+    pool = yard.pool(host={"lease_s": 0.5})
+    child, client = yard.child(pool), yard.client(pool)
+    store(client, 0, 4)
+    assert child.ask("pin", first=0, number=4) == ["HIT"] * 4
+    assert child.ask("release") == ["HELD"] * 4
+    assert child.ask("pin", first=0, number=4) == ["HIT"] * 4
+    child.stop()
+    until(lambda: pool.stats()["pinned"] == 0)
+    child.go_on()
+    assert child.ask("release") == ["LOST"] * 4
+    wait_settled(pool)
+
+
+def test_of_two_writers_one_writes(yard) -> None:
+    pool = yard.pool()
+    child, client = yard.child(pool), yard.client(pool)
+    assert child.ask("reserve", first=0, number=4) == ["GRANTED"] * 4
+    got = client.reserve(keys(0, 6), range(6))
+    assert [status for status, _ in got] == [Reserved.PENDING] * 4 + [Reserved.GRANTED] * 2
+    client.abort([ref for _, ref in got[4:]])
+    child.tell("commit")
+    assert names(load(client, 0, 4, wait_s=1.0)) == {"HIT"}
+    assert child.hear() == ["READY"] * 4
+    assert {status for status, _ in client.reserve(keys(0, 4), range(4))} == {Reserved.PRESENT}
+    wait_settled(pool)
+
+
+def test_a_waiting_reader_is_told_when_the_writer_dies(yard) -> None:
+    pool = yard.pool()
+    child, client = yard.child(pool), yard.client(pool)
+    child.ask("reserve", first=0, number=2)
+    child.process.kill()
+    assert names(load(client, 0, 2, wait_s=1.0)) == {"MISS"}
+    wait_settled(pool)
+
+
+def test_a_long_wait_keeps_the_lease(yard) -> None:
+    pool = yard.pool(host={"lease_s": 0.5})
+    child, client = yard.child(pool), yard.client(pool)
+    store(client, 0, 1)
+    child.ask("reserve", first=1, number=1)
+    got = client.pin(keys(0, 2), wait_s=1.2)
+    assert [status for status, _, _ in got] == [Lookup.HIT, Lookup.MISS]
+    assert pool.stats()["lapses"] == 0
+    assert client.release([got[0][1].slot])[0].name == "HELD"
+
+
+def test_a_stopped_pool_is_unavailable_in_time(yard) -> None:
+    pool = yard.pool()
+    client = yard.client(pool, timeout_s=0.3)
+    os.kill(pool.pid, signal.SIGSTOP)
+    with pytest.raises(Unavailable, match=r"0\.3 s"):
+        client.pin(keys(0, 1))
+    os.kill(pool.pid, signal.SIGCONT)
+    store(client, 0, 1)
+
+
+def test_a_pool_that_began_anew_is_mapped_anew(yard) -> None:
+    config = yard.config()
+    pool = yard.pool(config)
+    client = yard.client(pool)
+    store(client, 0, 4)
+    pool.stop()
+    pool = yard.pool(config)
+    assert names(load(client, 0, 4)) == {"MISS"}
+    store(client, 0, 4)
+    assert client.lookup(keys(0, 4)).states.tolist() == [Lookup.HIT] * 4
+    assert names(load(yard.client(pool), 0, 4)) == {"HIT"}
+
+
+def test_a_second_pool_on_the_same_files_is_refused(yard) -> None:
+    config = yard.config()
+    pool = yard.pool(config)
+    store(client := yard.client(pool), 0, 4)
+    with pytest.raises(ConfigError, match=r"run: .*belongs to a running pool .*another `run`"):
+        PoolProcess(config)
+    assert names(load(client, 0, 4)) == {"HIT"}
+    assert client.commit([], []) == []
+    assert Committed.READY.value == 0

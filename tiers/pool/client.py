@@ -9,7 +9,8 @@ the pool restarts, the next call attaches again by itself: what was committed is
 was reserved or pinned is lost (`LOST`).
 
 Failure. A pool that does not answer within `timeout_s` is `Unavailable`; the caller treats it as a
-miss. Loaded bytes are verified; corrupt ones are reported to the pool and are a MISS.
+miss, and what the pool may have granted meanwhile goes back to it later. Loaded bytes are verified;
+corrupt ones are reported to the pool and are a MISS.
 
 Threading. Calls may come from several threads; they take turns on the socket.
 """
@@ -20,16 +21,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
-import zmq
-
 from ...fabric.clock import Clock, SystemClock
 from ...fabric.errors import (
     Closed,
     FabricError,
     Malformed,
-    NamespaceMismatch,
     Unavailable,
-    Unsupported,
 )
 from ...fabric.namespace import Namespace
 from ...fabric.types import (
@@ -49,25 +46,21 @@ from ...fabric.wire import (
     Attached,
     Commit,
     CommitReply,
-    Detach,
     Drop,
     GroupGeometry,
     Message,
     Pin,
     PinReply,
-    Refused,
     Release,
     ReleaseReply,
     Renew,
     Reserve,
     ReserveReply,
     SourceRangeWire,
-    Stale,
     StatsAsk,
     StatsReply,
-    decode,
-    encode,
 )
+from .channel import Channel, Remapped, columns, references
 from .copy import Copier, copy_summed
 from .process import this_process
 from .reader import LookupResult, TableReader
@@ -109,25 +102,25 @@ class PoolClient:
         clock: Clock | None = None,
         timeout_s: float = 2.0,
     ) -> None:
+        namespace.refuse_unsupported()
         self.endpoint = endpoint
         self.namespace = namespace
         self.groups = {group.group: group for group in groups}
-        self.clock = clock or SystemClock()
         self.timeout_s = timeout_s
         self.client = uuid.uuid4().hex
         self.copier = Copier()
-        self._turn = threading.Lock()
-        self._closed = threading.Event()
-        self._context = zmq.Context()
-        self._socket = self._connect()
-        self._request = 0
-        self._epoch = 0
         self.node = ""
         self.namespace_id = NamespaceId(b"")
+        self._closed = threading.Event()
         self._region: RegionView | None = None
         self._reader: TableReader | None = None
-        with self._turn:
-            lease_s = self._attach_locked()
+        attach = Attach(self.client, *this_process(), namespace.fields(), list(groups))
+        self._channel = Channel(endpoint, attach, self._on_attached, clock or SystemClock())
+        try:
+            lease_s = self._channel.open(timeout_s).lease_s
+        except BaseException:
+            self._channel.close()
+            raise
         self._renewer = threading.Thread(
             target=self._renew_leases, args=(lease_s,), name="kvfabric-renew", daemon=True
         )
@@ -162,17 +155,27 @@ class PoolClient:
     ) -> list[tuple[Reserved, SlotRef]]:
         """Ask for slots to write; see `fabric.wire.Reserve`."""
         reply = self._ask(Reserve(self.namespace_id, list(keys), list(depths)), ReserveReply)
-        refs = _refs(reply.slots, reply.generations)
+        refs = references(reply.slots, reply.generations)
         return list(zip(reply.statuses, refs, strict=True))
 
     def commit(self, refs: Sequence[SlotRef], checksums: Sequence[int]) -> list[Committed]:
-        """Publish written slots under their checksums."""
-        body = Commit(*_columns(refs), list(checksums))
-        return self._ask(body, CommitReply).statuses
+        """Publish written slots under their checksums.
+
+        If the answer does not come, the slots count as given up and must not be written again.
+        """
+        body = Commit(*columns(refs), list(checksums))
+        try:
+            return self._ask(body, CommitReply).statuses
+        except Unavailable:
+            self._channel.owe(refs)
+            raise
 
     def abort(self, refs: Sequence[SlotRef]) -> None:
-        """Give back slots that will not be written any more."""
-        self._send(Abort(*_columns(refs)))
+        """Give back slots that will not be written any more: now, or when the pool answers."""
+        try:
+            self._send(Abort(*columns(refs)))
+        except Unavailable:
+            self._channel.owe(refs)
 
     def pin(
         self,
@@ -188,14 +191,14 @@ class PoolClient:
         chunks = [
             Chunk(key, ref, self._length(key), summed)
             for key, ref, summed in zip(
-                keys, _refs(reply.slots, reply.generations), reply.checksums, strict=True
+                keys, references(reply.slots, reply.generations), reply.checksums, strict=True
             )
         ]
         return list(zip(reply.statuses, chunks, reply.origins, strict=True))
 
     def release(self, refs: Sequence[SlotRef]) -> list[Released]:
         """Give pins back; says of each whether it held until now."""
-        return self._ask(Release(*_columns(refs)), ReleaseReply).statuses
+        return self._ask(Release(*columns(refs)), ReleaseReply).statuses
 
     def store(
         self,
@@ -265,7 +268,7 @@ class PoolClient:
                 statuses[index] = Lookup.MISS
                 corrupt.append(chunk.slot)
         if corrupt:
-            self._send(Drop(*_columns(corrupt)))
+            self._send(Drop(*columns(corrupt)))
         origins = (
             o if s is Lookup.HIT else "" for s, (_, _, o) in zip(statuses, pinned, strict=True)
         )
@@ -293,14 +296,11 @@ class PoolClient:
             return
         self._closed.set()
         self._renewer.join()
-        with self._turn:
-            self._socket.send(encode(self._epoch, 0, Detach()))
-            self._socket.close(linger=100)
-            self._context.term()
-            if self._region is not None:
-                self._reader = None
-                self._region.close()
         self.copier.close()
+        self._channel.close()
+        self._reader = None
+        if self._region is not None:
+            self._region.close()
 
     def __enter__(self) -> Self:
         return self
@@ -323,33 +323,21 @@ class PoolClient:
             raise Closed("the pool client")
         return region, reader
 
-    def _connect(self) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(self.endpoint)
-        return socket
-
-    def _attach_locked(self) -> float:
-        pid, pid_started = this_process()
-        body = Attach(
-            self.client, pid, pid_started, self.namespace.fields(), list(self.groups.values())
-        )
-        epoch, reply = self._exchange(body, self.timeout_s)
-        if isinstance(reply, Refused):
-            if reply.field in self.namespace.fields() or reply.field == "groups":
-                raise NamespaceMismatch(reply.field, reply.ours, reply.theirs)
-            raise Unsupported(reply.field, reply.theirs, reply.ours)
-        if not isinstance(reply, Attached):
-            raise Malformed("attach", f"the pool answered {type(reply).__name__}")
-        self._epoch = epoch
+    def _on_attached(self, reply: Attached) -> Remapped:
+        """Know the pool, and map its memory if it is not the one that is mapped."""
         self.node = reply.node
         self.namespace_id = NamespaceId(reply.namespace_id)
-        if self._region is None:
+        known = self._region
+        try:
+            if known is not None and known.is_at(reply.control_path):
+                return Remapped.SAME
             region = RegionView.attach(reply.control_path, reply.segment_paths)
-            self._region, self._reader = region, TableReader(region.control)
-        return reply.lease_s
+        except OSError as error:
+            raise Unavailable(f"the region of node {reply.node}", 0.0, str(error)) from error
+        self._region, self._reader = region, TableReader(region.control)
+        if known is not None:
+            known.close()
+        return Remapped.OTHER
 
     def _ask(self, body: Message, expected: type[R], timeout_s: float | None = None) -> R:
         reply = self._send(body, timeout_s)
@@ -358,31 +346,7 @@ class PoolClient:
         return reply
 
     def _send(self, body: Message, timeout_s: float | None = None) -> Message:
-        if self._closed.is_set():
-            raise Closed("the pool client")
-        wait_s = self.timeout_s if timeout_s is None else timeout_s
-        with self._turn:
-            _, reply = self._exchange(body, wait_s)
-            if isinstance(reply, Stale):
-                self._attach_locked()
-                _, reply = self._exchange(body, wait_s)
-        if isinstance(reply, Refused):
-            raise Unsupported(reply.field, reply.ours, reply.theirs)
-        return reply
-
-    def _exchange(self, body: Message, wait_s: float) -> tuple[int, Message]:
-        """Send one message and wait for its answer; late answers to older ones are thrown away."""
-        self._request += 1
-        self._socket.send(encode(self._epoch, self._request, body))
-        deadline_s = self.clock.now_s() + wait_s
-        while (left_s := deadline_s - self.clock.now_s()) > 0:
-            if self._socket.poll(int(left_s * 1000) + 1):
-                envelope = decode(self._socket.recv())
-                if envelope.request in (self._request, 0):
-                    return envelope.epoch, envelope.body
-        raise Unavailable(
-            f"the pool at {self.endpoint}", wait_s, "Recompute; it is restarting or overloaded."
-        )
+        return self._channel.ask(body, self.timeout_s if timeout_s is None else timeout_s)
 
     def _renew_leases(self, lease_s: float) -> None:
         while not self._closed.wait(lease_s / RENEWALS_PER_LEASE):
@@ -390,11 +354,3 @@ class PoolClient:
                 self._send(Renew())
             except FabricError:
                 continue
-
-
-def _columns(refs: Sequence[SlotRef]) -> tuple[list[int], list[int]]:
-    return [ref.slot for ref in refs], [ref.generation for ref in refs]
-
-
-def _refs(slots: Sequence[int], generations: Sequence[int]) -> list[SlotRef]:
-    return [SlotRef(*pair) for pair in zip(slots, generations, strict=True)]

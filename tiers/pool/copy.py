@@ -6,7 +6,7 @@ of the GIL.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 
@@ -37,10 +37,21 @@ class Copier:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvfabric-copy")
 
     def map(self, work: Callable[[int], int], count: int) -> list[int]:
-        """Return `[work(0), ..., work(count - 1)]`; the order of execution is free."""
+        """Return `[work(0), ..., work(count - 1)]`; the order of execution is free.
+
+        When it raises, because a piece of work did, no other runs any more or begins later: whoever
+        gives the slots back must know that nothing writes them.
+        """
         if count <= 1:
             return [work(index) for index in range(count)]
-        return list(self._threads.map(work, range(count)))
+        futures = [self._threads.submit(work, index) for index in range(count)]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            wait(futures)
+            raise
 
     def copy(self, targets: Sequence[memoryview], sources: Sequence[memoryview]) -> list[int]:
         """Copy each source over its target and return the checksums of what was copied."""

@@ -1,7 +1,9 @@
 """A pool in a process of its own, without Ray: for tests, benchmarks and engines that run no Ray.
 
-The process prints one line of JSON with its addresses when it serves, and stops, removing its
-files, when its standard input closes or it gets SIGTERM.
+The process reads its configuration from the first line of standard input and answers every line
+with one line of JSON: the first with its addresses, `stats` with gauges and counts by name, `check`
+with an empty object if its books balance. An error of the fabric is answered with its class and its
+arguments. The process stops, removing its files, when standard input closes or it gets SIGTERM.
 """
 
 import json
@@ -11,10 +13,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
+from ...fabric import errors
 from ...fabric.clock import SystemClock
 from ...fabric.config import PoolConfig, parse
 from ...fabric.errors import FabricError, Unavailable
@@ -25,12 +29,18 @@ START_S = 30.0
 """Reserving a large region's pages takes about a second for each 2 GB."""
 STOP_S = 10.0
 """Drains tiers and removes files; past it the process is killed."""
+ANSWER_S = 10.0
+"""As long as the server itself gives its own thread."""
 
 
 class PoolProcess:
-    """A running pool process, seen from the one that started it."""
+    """A running pool process, seen from the one that started it.
+
+    Raises what the pool raised when it could not start, and `Unavailable` if it said nothing.
+    """
 
     def __init__(self, config: PoolConfig) -> None:
+        self._node = config.node
         package_parent = str(Path(__file__).parents[3])
         path = os.pathsep.join(filter(None, (package_parent, os.environ.get("PYTHONPATH"))))
         self._process = subprocess.Popen(
@@ -40,19 +50,29 @@ class PoolProcess:
             text=True,
             env={**os.environ, "PYTHONPATH": path},
         )
-        assert self._process.stdin is not None
-        self._process.stdin.write(config.model_dump_json() + "\n")
-        self._process.stdin.flush()
-        line = _first_line(self._process, START_S)
-        if not line.startswith("{"):
+        try:
+            self.addresses = PoolAddresses(**self._ask(config.model_dump_json(), START_S))
+        except BaseException:
             self.stop()
-            raise Unavailable(f"the pool of node {config.node}", START_S, line or "See its log.")
-        self.addresses = PoolAddresses(**json.loads(line))
+            raise
 
     @property
     def pid(self) -> int:
         """The process id."""
         return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs, or is stopped."""
+        return self._process.poll() is None
+
+    def stats(self) -> dict[str, float]:
+        """Return the pool's gauges and counts by name, metrics among them."""
+        return self._ask("stats", ANSWER_S)
+
+    def check(self) -> None:
+        """Raise `Conservation` if the pool's books do not balance."""
+        self._ask("check", ANSWER_S)
 
     def kill(self) -> None:
         """End it with SIGKILL; its files stay."""
@@ -77,13 +97,28 @@ class PoolProcess:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    def _ask(self, line: str, wait_s: float) -> dict[str, Any]:
+        stdin = self._process.stdin
+        assert stdin is not None
+        with suppress(BrokenPipeError):  # then there is no answer either
+            stdin.write(line + "\n")
+            stdin.flush()
+        answer = _line(self._process, wait_s)
+        if not answer:
+            raise Unavailable(f"the pool of node {self._node}", wait_s, "See its log.")
+        values: dict[str, Any] = json.loads(answer)
+        if "error" in values:
+            raise getattr(errors, values["error"])(*values["args"])
+        return values
+
     def _close_pipes(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None and not pipe.closed:
-                pipe.close()
+                with suppress(BrokenPipeError):
+                    pipe.close()
 
 
-def _first_line(process: "subprocess.Popen[str]", wait_s: float) -> str:
+def _line(process: "subprocess.Popen[str]", wait_s: float) -> str:
     lines: list[str] = []
     assert process.stdout is not None
     stdout = process.stdout
@@ -93,23 +128,45 @@ def _first_line(process: "subprocess.Popen[str]", wait_s: float) -> str:
     return lines[0].strip() if lines else ""
 
 
+class _Terminated(Exception):
+    """SIGTERM came."""
+
+
 def serve(values: Mapping[str, Any]) -> None:
     """Run a pool until standard input closes or SIGTERM comes, then remove its files and exit."""
+    signal.signal(signal.SIGTERM, _terminate)
     server = PoolServer(parse(PoolConfig, values), SystemClock())
     server.start()
-    signal.signal(signal.SIGTERM, _close_input)
-    print(json.dumps(asdict(server.addresses)), flush=True)  # noqa: T201 (the parent reads it)
-    while True:
-        try:
-            if not sys.stdin.readline():
-                break
-        except ValueError:
-            break
-    server.stop(unlink=True)
+    try:
+        _say(asdict(server.addresses))
+        for line in sys.stdin:
+            _answer(server, line.strip())
+    except _Terminated:
+        pass
+    finally:
+        server.stop(unlink=True)
 
 
-def _close_input(_signal: int, _frame: object) -> None:
-    sys.stdin.close()
+def _answer(server: PoolServer, line: str) -> None:
+    try:
+        if line == "check":
+            server.check()
+        _say(server.stats() if line == "stats" else {})
+    except FabricError as error:
+        _say_error(error)
+
+
+def _terminate(_signal: int, _frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends already
+    raise _Terminated
+
+
+def _say(values: Mapping[str, Any]) -> None:
+    print(json.dumps(values), flush=True)  # noqa: T201 (the parent reads it)
+
+
+def _say_error(error: FabricError) -> None:
+    _say({"error": type(error).__name__, "args": error.args})
 
 
 def main() -> None:
@@ -117,10 +174,11 @@ def main() -> None:
     code = 0
     try:
         serve(json.loads(sys.stdin.readline()))
+    except _Terminated:
+        code = 128 + signal.SIGTERM
     except FabricError as error:
-        print(str(error), flush=True)  # noqa: T201 (the parent reads it)
+        _say_error(error)
         code = 2
-    sys.stdout.flush()
     os._exit(code)  # a process that made a UCX agent does not survive an ordinary exit
 
 

@@ -130,6 +130,13 @@ class Directory:
             self.owner_gone(name)
         self._discard_unclaimed(process)
 
+    def unclaimed_processes(self) -> frozenset[tuple[int, int]]:
+        """Return pid and start time of the processes that wrote under an earlier pool.
+
+        Whoever is told of the end of such a process must call `process_gone`: it may never attach.
+        """
+        return frozenset(self._unclaimed)
+
     def expire(self, now_s: float) -> tuple[str, ...]:
         """End the leases that are over. Returns the owners concerned since the last call.
 

@@ -79,7 +79,7 @@ class Fetcher:
     @property
     def busy(self) -> bool:
         """Whether anything is under way, so that the shell should look often."""
-        return bool(self._jobs or self._pulling)
+        return bool(self._jobs or self._pulling or self._writers_changed)
 
     def pin(
         self,

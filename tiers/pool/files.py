@@ -12,6 +12,7 @@ from .limits import ReadText
 PREFIX = "kvfabric-"
 CONTROL_SUFFIX = ".control"
 SEGMENT_SUFFIX = ".seg0"
+SOCKET_SUFFIX = ".sock"
 MODE = 0o600
 OPEN_TRIES_MAX = 8
 """A lock may turn out to be on a file that a sweep has just removed; it cannot happen often."""
@@ -23,16 +24,18 @@ class PoolFiles:
 
     control: str
     segments: tuple[str, ...]
+    socket: str
+    """Where clients reach the pool; made by the pool's sockets and not by its region."""
 
     @classmethod
     def named(cls, directory: str, name: str) -> "PoolFiles":
         """Return the files of `<run>-<node>` in a directory."""
         base = f"{directory.rstrip('/')}/{PREFIX}{name}"
-        return cls(base + CONTROL_SUFFIX, (base + SEGMENT_SUFFIX,))
+        return cls(base + CONTROL_SUFFIX, (base + SEGMENT_SUFFIX,), base + SOCKET_SUFFIX)
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Control file last: as long as it is there, the others will be found."""
+        """The region. Control file last: as long as it is there, the others will be found."""
         return (*self.segments, self.control)
 
 

@@ -14,13 +14,16 @@ class Mapping:
     map: mmap.mmap
     view: memoryview
     """All its bytes."""
+    identity: tuple[int, int]
+    """Device and inode: another file may come to have the same path."""
 
     @classmethod
     def of(cls, path: str, fd: int, *, writable: bool) -> "Mapping":
         """Map a whole file."""
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        mapped = mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, protection)
-        return cls(path, mapped, memoryview(mapped))
+        stat = os.fstat(fd)
+        mapped = mmap.mmap(fd, stat.st_size, mmap.MAP_SHARED, protection)
+        return cls(path, mapped, memoryview(mapped), (stat.st_dev, stat.st_ino))
 
     @classmethod
     def at(cls, path: str, *, writable: bool) -> "Mapping":

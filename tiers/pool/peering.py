@@ -126,6 +126,10 @@ class Peering:
         self._begun_s[pull_id] = now_s
         self._carry_out(self.consumer.want(pull, now_s))
 
+    def connect_failed(self, endpoint: str) -> None:
+        """A `Connect` could not be carried out."""
+        self._carry_out(self.consumer.on_connect_failed(endpoint, self._clock.now_s()))
+
     def on_frame(self, endpoint: str, frame: bytes) -> None:
         """Take a source's answer."""
         try:
@@ -134,6 +138,10 @@ class Peering:
             self._recorder.count("kvfabric_messages_refused_total", channel="peer")
             return
         self._carry_out(self.consumer.on_message(endpoint, envelope, self._clock.now_s()))
+
+    def on_lost(self, endpoint: str) -> None:
+        """Nobody serves at a source's endpoint any more, or yet."""
+        self._carry_out(self.consumer.on_connect_failed(endpoint, self._clock.now_s()))
 
     def step(self) -> None:
         """Move reads on and let time pass."""

@@ -17,6 +17,7 @@ Threading. One thread opens and closes; views may be used by any. A process that
 a region hands the lock on to its child.
 """
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -164,6 +165,11 @@ class RegionView(Places):
     def close(self) -> None:
         """Unmap. Safe to call twice; views that are still held stay valid until they are let go."""
         self._unmap()
+
+    def is_at(self, control_path: str) -> bool:
+        """Whether the control file at a path is the one that is mapped. Raises `OSError`."""
+        stat = os.stat(control_path)
+        return self._control.identity == (stat.st_dev, stat.st_ino)
 
 
 def _require_sizes(header: TableHeader, segments: Sequence[Mapping]) -> None:

@@ -38,11 +38,12 @@ from .context import PoolContext
 from .core import ClientCore, PoolPlace
 from .directory import Directory
 from .fetcher import Fetcher
+from .gauges import Gauges
 from .peering import DirectoryPins, Peering
 from .process import alive, this_process
 from .pulls import NoPulls, Pulls
 from .region import Region
-from .sockets import PoolSockets, send
+from .sockets import Dialled, PoolSockets, send
 from .stream import PoolStream
 from .table import SlotTable
 
@@ -86,6 +87,7 @@ class PoolServer:
         self.config = config
         self.clock = clock
         self.recorder = PrometheusRecorder()
+        self._gauges = Gauges(self.recorder, config.host.slot_bytes)
         self._undo: list[Callable[[], object]] = []
         self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._calls_lock = threading.Lock()
@@ -103,6 +105,7 @@ class PoolServer:
         except BaseException:
             self._undo_all()
             raise
+        self._unlink = False
         self._thread = threading.Thread(target=self._run, name="kvfabric-pool", daemon=True)
         self._thread.start()
 
@@ -126,6 +129,7 @@ class PoolServer:
     def _open_region(self) -> None:
         host = self.config.host
         self.region = Region.open(host.directory, self.config.run, self.config.node, host)
+        self._unlink = not self.region.adopted  # should the start fail
         self._undo.append(lambda: self.region.close(unlink=self._unlink))
         self.memory = RegionMemory(self.region)
         slots = host.region_bytes // host.slot_bytes
@@ -162,7 +166,7 @@ class PoolServer:
             self.config.events.heartbeat_s,
             self.clock,
         )
-        self.stream = PoolStream(log, self.directory, self.tiers, self.clock)
+        self.stream = PoolStream(log, self.context, self.tiers)
 
     def _open_peering(self) -> Peering:
         from ..p2p.nixl import NixlTransport, devices_for
@@ -229,6 +233,9 @@ class PoolServer:
         for endpoint, frames in sockets.from_sources(ready):
             if self.peering is not None:
                 self.peering.on_frame(endpoint, frames[-1])
+        for endpoint in sockets.lost_sources(ready):
+            if self.peering is not None:
+                self.peering.on_lost(endpoint)
         self._step()
         self._flush()
 
@@ -243,12 +250,12 @@ class PoolServer:
         return max(0, min(IDLE_POLL_MS, int((deadline_s - self.clock.now_s()) * 1000) + 1))
 
     def _on_peer(self, identity: bytes, frame: bytes) -> None:
-        if self.source is None:
-            return
         try:
             envelope = decode(frame)
         except Malformed:
             self.recorder.count("kvfabric_messages_refused_total", channel="peer")
+            return
+        if self.source is None:
             return
         for answer in self.source.handle(identity, envelope, self.clock.now_s()):
             send(self.sockets.peers, [answer.identity, answer.frame])
@@ -284,27 +291,34 @@ class PoolServer:
     def _flush(self) -> None:
         for reply in self.core.take_replies():
             send(self.sockets.clients, [reply.identity, reply.frame])
-        for action in self.peering.take_socket_actions() if self.peering else ():
+        if self.peering is not None:
+            self._talk_to_sources(self.peering)
+        self._publish()
+        self._watch_processes()
+
+    def _talk_to_sources(self, peering: Peering) -> None:
+        for action in peering.take_socket_actions():
             if isinstance(action, Connect):
-                self.sockets.connect(action.endpoint)
+                if self.sockets.connect(action.endpoint) is Dialled.REFUSED:
+                    peering.connect_failed(action.endpoint)
             elif isinstance(action, Disconnect):
                 self.sockets.disconnect(action.endpoint)
             else:
                 self.sockets.ask_source(action.endpoint, action.frame)
-        self._publish()
-        self._watch_processes()
 
     def _publish(self) -> None:
         for frames in self.stream.take_frames():
             send(self.sockets.events, frames)
 
     def _watch_processes(self) -> None:
-        watched = set(self._watched.values())
-        for process in self.core.processes() - watched:
+        for process in self.core.processes() - set(self._watched.values()):
             try:
                 descriptor = os.pidfd_open(process[0])
             except ProcessLookupError:
                 self.core.process_gone(*process)
+                continue
+            except OSError:  # no descriptor is left: the next turn tries again
+                self.recorder.count("kvfabric_loop_errors_total", loop="watch")
                 continue
             if not alive(*process):
                 os.close(descriptor)
@@ -325,7 +339,16 @@ class PoolServer:
         self.sockets.wake()
         return future.result(CALL_S)
 
+    def metrics(self) -> bytes:
+        """Return all metrics in Prometheus' text form."""
+        return self._call(self._exposition)
+
+    def _exposition(self) -> bytes:
+        self._gauges.record(self.directory, self.tiers, self.peering, self.source)
+        return self.recorder.exposition()
+
     def _stats(self) -> dict[str, float]:
+        self._gauges.record(self.directory, self.tiers, self.peering, self.source)
         return self.fetcher.stats() | self.recorder.values()
 
     def _undo_all(self) -> None:

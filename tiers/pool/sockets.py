@@ -7,6 +7,7 @@ it, except `wake`, which any thread may call.
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 
 import xxhash
 import zmq
@@ -14,6 +15,7 @@ import zmq
 from ...fabric.config import PoolConfig
 from ...fabric.errors import ConfigError
 from ...fabric.wire import MESSAGE_BYTES_MAX
+from .files import PoolFiles
 
 FRAMES_PER_TURN_MAX = 256
 """Messages taken from one socket before the others get their turn."""
@@ -24,6 +26,15 @@ PORT_FIRST, PORTS = 16_384, 16_384
 
 Ready = dict[object, int]
 Socket = zmq.Socket[bytes]
+
+
+class Dialled(IntEnum):
+    """What became of a connection to a source."""
+
+    OPENED = 0
+    """Which does not say that anybody is there."""
+    REFUSED = 1
+    """The endpoint is none that can be reached, or this process has no sockets left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +49,24 @@ class PoolAddresses:
     replay: str
 
 
+@dataclass(frozen=True, slots=True)
+class Dealer:
+    """A connection to a source, and the socket on which ZeroMQ tells what becomes of it."""
+
+    socket: Socket
+    monitor: Socket
+
+
 class PoolSockets:
     """Bound sockets and connections to sources. Raises `ConfigError` for an address in use."""
 
     def __init__(self, config: PoolConfig, epoch: int) -> None:
-        self._path = f"{config.host.directory}/kvfabric-{config.run}-{config.node}.sock"
+        self._path = PoolFiles.named(config.host.directory, f"{config.run}-{config.node}").socket
         self._name = f"{config.run}/{config.node}"
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._wake_out, self._wake_in = os.pipe()
-        self._dealers: dict[str, Socket] = {}
+        self._dealers: dict[str, Dealer] = {}
         try:
             self.clients = self._bound(zmq.ROUTER, f"ipc://{self._path}", "clients")
             os.chmod(self._path, 0o600)
@@ -89,28 +108,46 @@ class PoolSockets:
     def from_sources(self, ready: Ready) -> Iterator[tuple[str, list[bytes]]]:
         """Yield what sources answered, with their endpoints."""
         for endpoint, dealer in list(self._dealers.items()):
-            for frames in self.received(dealer, ready):
+            for frames in self.received(dealer.socket, ready):
                 yield endpoint, frames
 
-    def connect(self, endpoint: str) -> None:
+    def lost_sources(self, ready: Ready) -> Iterator[str]:
+        """Yield the endpoints that refused a connection or closed it: nobody serves there."""
+        for endpoint, dealer in list(self._dealers.items()):
+            if any(True for _ in self.received(dealer.monitor, ready)):
+                yield endpoint
+
+    def connect(self, endpoint: str) -> Dialled:
         """Open a connection to a source."""
-        socket = self._socket(zmq.DEALER)
-        socket.connect(endpoint)
+        try:
+            socket = self._socket(zmq.DEALER)
+        except zmq.ZMQError:
+            return Dialled.REFUSED
+        try:
+            monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+            socket.connect(endpoint)
+        except zmq.ZMQError:
+            socket.close()
+            return Dialled.REFUSED
         self._poller.register(socket, zmq.POLLIN)
-        self._dealers[endpoint] = socket
+        self._poller.register(monitor, zmq.POLLIN)
+        self._dealers[endpoint] = Dealer(socket, monitor)
+        return Dialled.OPENED
 
     def disconnect(self, endpoint: str) -> None:
         """Close a connection and forget what it has not sent."""
-        socket = self._dealers.pop(endpoint, None)
-        if socket is not None:
-            self._poller.unregister(socket)
-            socket.close()
+        dealer = self._dealers.pop(endpoint, None)
+        if dealer is not None:
+            self._poller.unregister(dealer.socket)
+            self._poller.unregister(dealer.monitor)
+            dealer.socket.disable_monitor()
+            dealer.socket.close()
 
     def ask_source(self, endpoint: str, frame: bytes) -> None:
         """Send to a source; nothing happens if it is not connected."""
-        socket = self._dealers.get(endpoint)
-        if socket is not None:
-            send(socket, [frame])
+        dealer = self._dealers.get(endpoint)
+        if dealer is not None:
+            send(dealer.socket, [frame])
 
     def watch(self, descriptor: int) -> None:
         """Let `poll` report a descriptor that can be read."""

@@ -7,6 +7,7 @@ from .files import (
     CONTROL_SUFFIX,
     PREFIX,
     SEGMENT_SUFFIX,
+    SOCKET_SUFFIX,
     PoolFiles,
     allocated_bytes,
     mapped_by,
@@ -32,7 +33,7 @@ def sweep(directory: str, run: str | None) -> list[SweptFile]:
     """
     names: set[str] = set()
     for file in os.listdir(directory):
-        for suffix in (CONTROL_SUFFIX, SEGMENT_SUFFIX):
+        for suffix in (CONTROL_SUFFIX, SEGMENT_SUFFIX, SOCKET_SUFFIX):
             if file.startswith(PREFIX) and file.endswith(suffix):
                 names.add(file.removeprefix(PREFIX).removesuffix(suffix))
     swept: list[SweptFile] = []
@@ -44,7 +45,8 @@ def sweep(directory: str, run: str | None) -> list[SweptFile]:
 
 def _sweep_pool(files: PoolFiles) -> list[SweptFile]:
     """Remove one pool's files under its lock, so that no pool can be opening them meanwhile."""
-    found = [path for path in files.all if os.path.exists(path)]
+    paths = (files.socket, *files.all)
+    found = [path for path in paths if os.path.exists(path)]
     try:
         lock = open_locked(files.control)
     except (BlockingIOError, PermissionError):
@@ -53,7 +55,7 @@ def _sweep_pool(files: PoolFiles) -> list[SweptFile]:
         if any(mapped_by(files.all).values()):
             return []
         swept = [SweptFile(path, allocated_bytes((path,))) for path in found]
-        unlink_quietly(files.all)
+        unlink_quietly(paths)
         return swept
     finally:
         unlock(lock)
