@@ -157,7 +157,7 @@ class SimPool:
             shape.events.heartbeat_s,
             clock,
         )
-        self.stream = PoolStream(log, self.directory, [self.tier], clock)
+        self.stream = PoolStream(log, self.context, [self.tier])
         place = PoolPlace(name, "control", ("segment",), shape.slot_bytes, shape.lease_s)
         self.core = ClientCore(place, self.context, self.fetcher)
         self.fetcher.chunk_bytes = self.core.namespaces.chunk_bytes
