@@ -13,6 +13,7 @@ from pool_yard import (
     NAMESPACE,
     SLOT_BYTES,
     chunk,
+    cpu_share,
     flip,
     flip_slot,
     key,
@@ -24,7 +25,6 @@ from pool_yard import (
 )
 
 from kvfabric.fabric import wire
-from kvfabric.fabric.clock import SystemClock
 from kvfabric.fabric.errors import Closed, ConfigError, NamespaceMismatch, Unsupported
 from kvfabric.fabric.types import Reserved
 from kvfabric.tiers.pool.client import PoolClient
@@ -165,8 +165,8 @@ def test_another_namespace_is_refused_with_its_field(yard) -> None:
         PoolClient.attach(pool.addresses.client, NAMESPACE, [wire.GroupGeometry(0, 16, 4096)])
     with pytest.raises(Unsupported, match="pipeline_parallel=2"):
         yard.client(pool, pipeline_parallel="2")
+    big = [wire.GroupGeometry(0, 16, 2 * SLOT_BYTES)]
     with pytest.raises(Unsupported, match=r"host\.slot_bytes"):
-        big = [wire.GroupGeometry(0, 16, 2 * SLOT_BYTES)]
         PoolClient.attach(pool.addresses.client, NAMESPACE, big)
     assert names(load(yard.client(pool, model="other"), 0, 1)) == {"MISS"}
 
@@ -294,21 +294,6 @@ def test_garbage_is_counted_and_harmless(yard) -> None:
     assert names(load(client, 0, 4)) == {"HIT"}
     pool.check()
     assert cpu_share(pool) < 0.05
-
-
-def cpu_share(pool, over_s: float = 0.8) -> float:
-    """Return the share of a core that a pool uses."""
-
-    def ticks() -> int:
-        with open(f"/proc/{pool.pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-        return int(fields[11]) + int(fields[12])
-
-    clock = SystemClock()
-    begun, begun_s = ticks(), clock.now_s()
-    until(lambda: clock.now_s() - begun_s > over_s)
-    seconds = (ticks() - begun) / os.sysconf("SC_CLK_TCK")
-    return seconds / (clock.now_s() - begun_s)
 
 
 def test_an_idle_pool_uses_no_processor(yard) -> None:
