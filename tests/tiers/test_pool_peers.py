@@ -94,27 +94,57 @@ def test_a_source_that_restarted_unnoticed_serves_at_once(pair) -> None:
     assert took_s < DETOUR_S
 
 
-def test_a_source_killed_in_the_middle_costs_one_deadline(yard) -> None:
+def pull_in_the_middle(pair, first: int, number: int):
+    """Begin a pull in another process, and return that when its slots are reserved."""
+    child = pair.yard.child(pair.puller, timeout_s=1.0)
+    child.tell(
+        "load",
+        first=first,
+        number=number,
+        wait_s=3.0,
+        node="a",
+        endpoint=pair.source.addresses.peer,
+    )
+    until(lambda: pair.here.lookup(keys(first, 1)).states[0], look_s=0.0)
+    return child
+
+
+def require_in_time(got) -> None:
+    assert got["seconds"] < DETOUR_S
+    assert set(got["statuses"]) <= {"HIT", "MISS"}
+    assert got["exact"]
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_source_killed_in_the_middle_costs_one_deadline(yard, known) -> None:
     pair = Pair(yard, slots=1024)
     store(pair.there, 0, 1000)
-    victim = pair.source
-    child = yard.child(pair.puller, timeout_s=1.0)
-    child.tell("load", first=0, number=1000, wait_s=3.0, node="a", endpoint=victim.addresses.peer)
-    until(lambda: pair.here.lookup(keys(0, 1)).states[0], look_s=0.0)
-    victim.kill()
-    got = child.hear()
-    assert got["seconds"] < DETOUR_S + 0.5
-    assert set(got["statuses"]) <= {"HIT", "MISS"}
-    print(
-        "PARTS",
-        got["seconds"],
-        {s: got["statuses"].count(s) for s in set(got["statuses"])},
-        {k: v for k, v in pair.puller.stats().items() if k.startswith("pull_")},
-    )
-    assert got["exact"]
+    if known:
+        assert names(pair.pull(0, 2)[0]) == {"HIT"}
+    child = pull_in_the_middle(pair, 2, 998)
+    pair.source.kill()
+    require_in_time(child.hear())
     until(pair.settled)
     pair.puller.check()
     pair.restart_source()
+    until(lambda: names(pair.pull(0, 1000)[0]) == {"HIT"}, within_s=4.0)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_source_stopped_in_the_middle_costs_one_deadline(yard, dies) -> None:
+    pair = Pair(yard, slots=1024)
+    store(pair.there, 0, 1000)
+    child = pull_in_the_middle(pair, 0, 1000)
+    freeze(pair.source.pid)
+    require_in_time(child.hear())
+    assert cpu_share(pair.puller) < 0.3
+    if dies:
+        pair.source.kill()
+        pair.restart_source()
+    else:
+        os.kill(pair.source.pid, signal.SIGCONT)
+    until(pair.settled, within_s=5.0)
+    pair.puller.check()
     until(lambda: names(pair.pull(0, 1000)[0]) == {"HIT"}, within_s=4.0)
 
 
