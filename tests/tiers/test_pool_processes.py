@@ -50,6 +50,9 @@ def test_a_pool_killed_under_load_loses_no_committed_chunk(yard) -> None:
             ),
         )
         assert names(status) == {"HIT"}
+    for line in (*said[:-1], *after):
+        if line[0] == "lost":  # unless the answer alone was
+            assert names(load(client, line[1], 4)) <= {"HIT", "MISS"}
     wait_settled(pool)
 
 
