@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Generator, Sequence
@@ -12,6 +11,8 @@ from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
+
+from .quiet import quiet_ray
 
 NODE_LABEL = "kvfabric/node"
 """The label that says which of the fabric's nodes a raylet is."""
@@ -27,15 +28,6 @@ HEALTH_CHECKS = {
     "health_check_failure_threshold": 3,
 }
 """Ray's defaults notice a dead node after 16 s; these after about 2 s (measured)."""
-
-QUIET = {
-    "RAY_AUTH_MODE": "disabled",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_DISABLE_IMPORT_WARNING": "1",
-    "RAY_DEDUP_LOGS": "0",
-}
-"""Set before Ray starts. A token file in the user's home would otherwise turn authentication on."""
 
 
 @dataclass(slots=True)
@@ -55,9 +47,10 @@ def local_cluster(nodes: Sequence[str], namespace: str = "kvfabric") -> Generato
     """Start one raylet per node, the first of them the head, and connect this process.
 
     On exit everything is ended and the cluster's temporary folder is removed. Call
-    `netns.isolate_network` first if the cluster must not listen on the host's address.
+    `netns.isolate_network` first if the cluster must not listen on the host's address, and
+    `quiet.quiet_ray` before Ray is imported if its own messages must stay out of the output.
     """
-    os.environ.update(QUIET)
+    quiet_ray()
     logging.getLogger("ray").setLevel(logging.ERROR)
     folder = tempfile.mkdtemp(prefix="kvf-")
     cluster = Cluster()

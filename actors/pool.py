@@ -38,6 +38,11 @@ class PoolShell:
         return self._server.stats()
 
     @ray.method
+    def metrics(self) -> bytes:
+        """All metrics in Prometheus' text form."""
+        return self._server.metrics()
+
+    @ray.method
     def check(self) -> None:
         """Raise `Conservation` if the pool's books do not balance."""
         self._server.check()

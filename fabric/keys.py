@@ -9,8 +9,8 @@ only). Only full blocks have a hash. The hash of a block therefore names its who
 The key of a chunk is the hash of its last block with the index of its cache group behind it.
 
 Two things are hashed that vLLM does not publish in its events: the tags, and the adapter's path.
-Hashers are immutable and may be shared between threads. A chain longer than a prompt costs about
-2.5 us a block with CBOR and 1.2 us with pickle, plus SHA-256 itself.
+Hashers are immutable and may be shared between threads. A block of 16 tokens costs about 2.5 us
+with CBOR and 1.2 us with pickle on an idle core.
 """
 
 import hashlib

@@ -127,7 +127,7 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         "kvfabric_events_published_total",
         Kind.COUNTER,
-        "KV events sent on the pool's stream, heartbeats not counted.",
+        "Chunks announced on the pool's stream, or withdrawn.",
         (Label("event", ("stored", "removed", "cleared")),),
     ),
     Metric(

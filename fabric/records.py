@@ -65,6 +65,7 @@ SLOT_COUNT_MAX = (1 << 32) - 2
 HEADER = struct.Struct("<8sIIQQQQIIQ")
 BODY = struct.Struct("<36sI16sQQQIIQ16x")
 _U64 = struct.Struct("<Q")
+_KEY_BYTES_MAX_LE = np.frombuffer(struct.pack("<I", KEY_BYTES_MAX), np.uint8)
 _STATE_WORD_UNIT = 0x0101010101010101
 
 STATE_WORDS: tuple[int, ...] = tuple(state * _STATE_WORD_UNIT for state in SlotState)
@@ -250,18 +251,28 @@ def tags_of(namespace: bytes, keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
     return tags
 
 
-def identities_of(namespace: bytes, keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
-    """Return the first 56 bytes of each key's record, as words: shape [len(keys), 7], uint64."""
-    lengths = np.fromiter(map(len, keys), np.uint32, len(keys))
-    if bool((lengths == KEY_BYTES_MAX).all()):
-        padded = b"".join(keys)
-    else:
-        padded = b"".join([key.ljust(KEY_BYTES_MAX, b"\0") for key in keys])
+def lookups_of(
+    namespace: bytes, keys: Sequence[bytes]
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """Return what a reader of the table needs of every key, in one pass.
+
+    The first 56 bytes of the key's record as words, shape [len(keys), 7], uint64, and its tag,
+    shape [len(keys)], uint64. Raises `Malformed` for bytes that cannot be a key.
+    """
     rows = np.empty((len(keys), IDENTITY_BYTES), np.uint8)
-    rows[:, :KEY_BYTES_MAX] = np.frombuffer(padded, np.uint8).reshape(-1, KEY_BYTES_MAX)
-    rows[:, KEY_BYTES_MAX:40] = lengths.astype("<u4")[:, None].view(np.uint8)
+    lengths = set(map(len, keys))
+    if lengths == {KEY_BYTES_MAX}:
+        joined = b"".join(keys)
+        tags = _mix(namespace, joined, KEY_BYTES_MAX)
+        rows[:, KEY_BYTES_MAX:40] = _KEY_BYTES_MAX_LE
+    else:
+        tags = tags_of(namespace, keys)
+        joined = b"".join([key.ljust(KEY_BYTES_MAX, b"\0") for key in keys])
+        sizes = np.fromiter(map(len, keys), "<u4", len(keys))
+        rows[:, KEY_BYTES_MAX:40] = sizes[:, None].view(np.uint8)
+    rows[:, :KEY_BYTES_MAX] = np.frombuffer(joined, np.uint8).reshape(-1, KEY_BYTES_MAX)
     rows[:, 40:] = np.frombuffer(namespace, np.uint8, NAMESPACE_BYTES)
-    return rows.view("<u8")
+    return rows.view("<u8"), tags
 
 
 def _mix(namespace: bytes, joined: bytes, key_bytes: int) -> npt.NDArray[np.uint64]:

@@ -48,7 +48,9 @@ def demo(  # noqa: PLR0913 (each is an option of the command)
 ) -> None:
     """Two nodes of a local Ray cluster share one KV cache; every token is checked."""
     from .actors.netns import Isolation, isolate_network
+    from .actors.quiet import quiet_ray
 
+    quiet_ray()
     if network == "private" and isolate_network() is Isolation.HOST:
         typer.echo("no private network here; Ray listens on this host's address", err=True)
     from .actors.demo.options import DemoOptions
@@ -106,10 +108,10 @@ def sweep(
     run: Annotated[str | None, typer.Option(help="Only this fabric's; default: all.")] = None,
 ) -> None:
     """Remove regions that no pool holds and no process has mapped."""
-    from .tiers.pool.region import sweep as sweep_files
+    from .tiers.pool.sweep import sweep as sweep_files
 
     for swept in sweep_files(directory, run):
-        typer.echo(f"removed {swept.path} ({swept.size_bytes} bytes)")
+        typer.echo(f"removed {swept.path} ({swept.freed_bytes} bytes)")
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from ..fabric.clock import Clock
 from ..fabric.errors import Closed, Conservation
 from ..fabric.types import Chunk, ChunkKey, Lookup, Medium, NamespaceId
 from .base import Job, JobKind, JobResult, Tier, TierEvent, TierStats
-from .tier_events import TierEventLog, RecordId
+from .tier_events import RecordId, TierEventLog
 
 COUNTERS = (
     "stored", "store_skipped", "store_failed", "loaded", "load_missed", "corrupt", "evicted",

@@ -15,6 +15,9 @@ REGION_SHARE = 0.6
 """Of the conversations' KV: too little on purpose, so that the file tier has its part."""
 FILES_SHARE = 4.0
 """Of the same, for files."""
+OUTPUT_TOKENS = 768
+"""Before scaling. With the defaults an answer is then longer than a chunk, so that a whole chunk of
+it is stored where it was decoded, and the next turn's prefill pulls it from there."""
 REGION_CHUNKS_MIN = 64
 """So that a short run still has room for a request or two."""
 
@@ -42,7 +45,13 @@ class DemoOptions:
         """Return the source of requests. Raises `ConfigError`."""
         if self.trace is not None:
             return TraceWorkload(self.trace, self.scale, self.requests, self.seed)
-        return MultiTurnWorkload(self.conversations, self.scale, self.turns, seed=self.seed)
+        return MultiTurnWorkload(
+            self.conversations,
+            self.scale,
+            self.turns,
+            output_tokens=OUTPUT_TOKENS,
+            seed=self.seed,
+        )
 
     def settings(self, longest: int) -> EngineSettings:
         """Return what every worker needs to hold the longest request."""

@@ -50,7 +50,7 @@ def _draw_tokens(tally: Tally, axes: Axes) -> None:
         bottom += height
     axes.set_title("prefill tokens")
     axes.set_xlabel("the fabric")
-    axes.set_ylim(0, 1.35 * max(tally.prompt_tokens, 1))
+    axes.set_ylim(0, 1.6 * max(tally.prompt_tokens, 1))
     axes.legend(fontsize=8, loc="upper left")
 
 

@@ -11,9 +11,10 @@ import os
 import signal
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import ray
@@ -24,8 +25,9 @@ from rich.live import Live
 
 from ...fabric.clock import Clock
 from ...fabric.errors import Unavailable
-from ...fabric.types import SourceRange
-from ...tiers.pool.region import sweep
+from ...fabric.types import ChunkKey, SourceRange
+from ...router.plan import Candidate
+from ...tiers.pool.sweep import sweep
 from ..cluster import NODE_LABEL, LocalCluster, local_cluster
 from ..engines.reference import EngineSettings, Generated
 from ..fabric import Fabric
@@ -49,23 +51,19 @@ Worker = ActorProxy[WorkerShell]
 
 @dataclass(slots=True)
 class Crew:
-    """The workers of a node, and which of them are still there."""
+    """The workers of a node by name, and how many requests each of them has now."""
 
     node: str
-    workers: list[Worker]
-    turn: int = 0
+    workers: dict[str, Worker]
+    running: Counter[str] = field(default_factory=Counter[str])
 
-    def next(self) -> Worker | None:
-        """Return the next worker in turn; None if all are gone."""
-        if not self.workers:
-            return None
-        self.turn += 1
-        return self.workers[self.turn % len(self.workers)]
+    def candidates(self) -> list[Candidate]:
+        """Return the workers as the router sees them."""
+        return [Candidate(name, self.node) for name in self.workers]
 
-    def lose(self, worker: Worker) -> None:
-        """A worker is dead."""
-        if worker in self.workers:
-            self.workers.remove(worker)
+    def least_busy(self) -> str | None:
+        """Return the worker with the fewest requests; None if all are gone."""
+        return min(self.workers, key=lambda name: (self.running[name], name), default=None)
 
 
 class Demo:
@@ -102,7 +100,8 @@ class Demo:
 
     def ready(self) -> None:
         """Wait until every model is built. Raises `Unavailable`."""
-        everyone = [w for crew in self.crews.values() for w in crew.workers] + [self.plain]
+        everyone = [w for crew in self.crews.values() for w in crew.workers.values()]
+        everyone.append(self.plain)
         try:
             ray.get([worker.ready.remote() for worker in everyone], timeout=REQUEST_S)
         except GetTimeoutError as error:
@@ -137,18 +136,18 @@ class Demo:
     def _hire(self, node: str, count: int, settings: EngineSettings) -> Crew:
         endpoint = self.fabric.addresses(node).client
         remote = WorkerActor.options(label_selector={NODE_LABEL: node})
-        return Crew(node, [remote.remote(settings, endpoint) for _ in range(count)])
+        workers = {f"{node}/{n}": remote.remote(settings, endpoint) for n in range(count)}
+        return Crew(node, workers)
 
     def _serve(self, request: Request, prompt: Sequence[int]) -> Served:
         outputs = max(1, min(request.output_tokens, self.options.output_tokens_max))
         plain = self.plain.compute.remote(prompt, outputs)
         retries = 0
         keys = self.planner.keys(prompt)
-        plan = self.planner.plan(keys, self.crews[PREFILL_NODE].node)
-        prefill, prefill_node, failed = self._run(PREFILL_NODE, prompt, 1, plan)
+        prefill, prefill_node, failed = self._prefill(keys, prompt)
         retries += failed
         handoff = self.planner.handoff(prefill_node, len(keys))
-        decode, decode_node, failed = self._run(DECODE_NODE, prompt, outputs, handoff)
+        decode, decode_node, failed = self._decode(prompt, outputs, handoff)
         retries += failed
         expected = ray.get(plain, timeout=REQUEST_S)
         return Served(
@@ -162,28 +161,65 @@ class Demo:
             retries,
         )
 
-    def _run(
-        self, node: str, prompt: Sequence[int], outputs: int, sources: Sequence[SourceRange]
+    def _prefill(
+        self, keys: Sequence[ChunkKey], prompt: Sequence[int]
     ) -> tuple[Generated, str, int]:
-        """Run a step on a worker of `node`, or on whoever is left."""
-        other = DECODE_NODE if node == PREFILL_NODE else PREFILL_NODE
+        """Run the prefill where the router says, and elsewhere if that worker dies."""
         for tried in range(TRIES_MAX):
-            crew = self.crews[node]
             with self.lock:
-                worker = crew.next()
-                if worker is None:
-                    crew = self.crews[other]
-                    worker = crew.next()
-            if worker is None:
-                break
+                crew = self._crew(PREFILL_NODE)
+                plan = self.planner.plan(keys, len(prompt), crew.candidates())
             try:
-                answer = worker.generate.remote(prompt, outputs, tuple(sources))
-                return ray.get(answer, timeout=REQUEST_S), crew.node, tried
-            except (RayActorError, RayTaskError) as error:
-                with self.lock:
-                    crew.lose(worker)
-                    self.view.tally.fault(type(error).__name__)
-        raise Unavailable("every worker", REQUEST_S, "All are dead; see Ray's logs.")
+                done = self._ask(crew, plan.worker, prompt, 1, plan.sources)
+            finally:
+                self.planner.settle(plan)
+            if done is not None:
+                return done, crew.node, tried
+        raise Unavailable("every prefill worker", REQUEST_S, "See Ray's logs.")
+
+    def _decode(
+        self, prompt: Sequence[int], outputs: int, sources: Sequence[SourceRange]
+    ) -> tuple[Generated, str, int]:
+        """Decode on the least busy worker, and elsewhere if it dies."""
+        for tried in range(TRIES_MAX):
+            with self.lock:
+                crew = self._crew(DECODE_NODE)
+                name = crew.least_busy()
+            done = self._ask(crew, name or "", prompt, outputs, sources)
+            if done is not None:
+                return done, crew.node, tried
+        raise Unavailable("every decode worker", REQUEST_S, "See Ray's logs.")
+
+    def _crew(self, node: str) -> Crew:
+        """Return the crew of a node, or the other one if it is gone."""
+        other = DECODE_NODE if node == PREFILL_NODE else PREFILL_NODE
+        return self.crews[node] if self.crews[node].workers else self.crews[other]
+
+    def _ask(
+        self,
+        crew: Crew,
+        name: str,
+        prompt: Sequence[int],
+        outputs: int,
+        sources: Sequence[SourceRange],
+    ) -> Generated | None:
+        """Let a worker generate. None, and the worker is struck off, if it is dead."""
+        worker = crew.workers.get(name)
+        if worker is None:
+            return None
+        with self.lock:
+            crew.running[name] += 1
+        try:
+            answer = worker.generate.remote(prompt, outputs, tuple(sources))
+            return ray.get(answer, timeout=REQUEST_S)
+        except (RayActorError, RayTaskError) as error:
+            with self.lock:
+                crew.workers.pop(name, None)
+                self.view.tally.fault(type(error).__name__)
+            return None
+        finally:
+            with self.lock:
+                crew.running[name] -= 1
 
     def _strikes(self) -> list[tuple[int, Callable[[], None]]]:
         if not self.options.kill:

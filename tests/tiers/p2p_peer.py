@@ -21,6 +21,7 @@ from kvfabric.fabric.config import PeerConfig
 from kvfabric.fabric.types import Chunk, Lookup, NamespaceId, Released, SlotRef, make_key
 from kvfabric.fabric.wire import decode
 from kvfabric.tiers.p2p.actions import (
+    AbortSlots,
     Connect,
     Disconnect,
     Finished,
@@ -63,6 +64,11 @@ class Region:
             self.view(index)[:] = index.to_bytes(8, "little") * (self.chunk_bytes // 8)
 
 
+def say(value) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
 def key(index: int):
     return make_key(index.to_bytes(16, "big"), 0)
 
@@ -103,8 +109,7 @@ def serve(chunks: int, chunk_bytes: int) -> None:
     source = PullSource(description, Pins(region), CONFIG)
     socket = zmq.Context().socket(zmq.ROUTER)
     socket.bind(LISTEN)
-    print(json.dumps([socket.last_endpoint.decode(), transport.metadata().hex(), region.address]))
-    sys.stdout.flush()
+    say([socket.last_endpoint.decode(), transport.metadata().hex(), region.address])
     parent = os.getppid()
     while os.getppid() == parent:
         if socket.poll(1):
@@ -129,6 +134,8 @@ class Puller:
         self.context = zmq.Context()
         self.sockets: dict[str, zmq.Socket] = {}
         self.finished: Finished | None = None
+        self.aborted: AbortSlots | None = None
+        self.before_read = lambda: None
         self.count = 0
 
     def pull(self, endpoint: str, keys) -> tuple[Finished, float]:
@@ -137,21 +144,22 @@ class Puller:
         wanted = Pull(self.count, "source", endpoint, NAMESPACE, tuple(keys), start_s + 5)
         self.do(self.consumer.want(wanted, CLOCK.now_s()))
         while self.finished is None:
-            for address, socket in tuple(self.sockets.items()):
-                while self.sockets.get(address) is socket and socket.poll(
-                    0 if self.reads.busy else 1
-                ):
-                    envelope = decode(socket.recv())
-                    self.do(self.consumer.on_message(address, envelope, CLOCK.now_s()))
-            for event in self.reads.poll():
-                now_s = CLOCK.now_s()
-                if isinstance(event, ReadDone):
-                    self.do(self.consumer.on_read_done(event.read_id, event.state, now_s))
-                else:
-                    self.do(self.consumer.on_verified(event.read_id, event.checksums, now_s))
-            self.do(self.consumer.tick(CLOCK.now_s()))
+            self.step()
         self.consumer.check()
         return self.finished, CLOCK.now_s() - start_s
+
+    def step(self) -> None:
+        for address, socket in tuple(self.sockets.items()):
+            while self.sockets.get(address) is socket and socket.poll(0 if self.reads.busy else 1):
+                envelope = decode(socket.recv())
+                self.do(self.consumer.on_message(address, envelope, CLOCK.now_s()))
+        for event in self.reads.poll():
+            now_s = CLOCK.now_s()
+            if isinstance(event, ReadDone):
+                self.do(self.consumer.on_read_done(event.read_id, event.state, now_s))
+            else:
+                self.do(self.consumer.on_verified(event.read_id, event.checksums, now_s))
+        self.do(self.consumer.tick(CLOCK.now_s()))
 
     def do(self, actions) -> None:
         for action in actions:
@@ -171,9 +179,12 @@ class Puller:
                     )
                     for index in action.indices
                 )
+                self.before_read()
                 self.do(self.consumer.reserved(action.pull.pull_id, places, CLOCK.now_s()))
             elif isinstance(action, Finished):
                 self.finished = action
+            elif isinstance(action, AbortSlots):
+                self.aborted = action
             else:
                 self.reads.do(action)
 
@@ -218,6 +229,28 @@ def scenario_pull() -> dict:
     }  # fmt: skip
 
 
+def scenario_stopped() -> dict:
+    """A source that is stopped when the read begins, and goes on later (over TCP)."""
+    source, endpoint, _, _ = start_source(8, 1 << 20)
+    puller = Puller(8, 1 << 20)
+    keys = [key(index) for index in range(8)]
+    first, _ = puller.pull(endpoint, keys)
+    puller.before_read = lambda: os.kill(source.pid, signal.SIGSTOP)
+    stopped, stopped_s = puller.pull(endpoint, keys)
+    early = puller.aborted is not None
+    os.kill(source.pid, signal.SIGCONT)
+    patience_s = CLOCK.now_s() + 5
+    while puller.aborted is None and CLOCK.now_s() < patience_s:
+        puller.step()
+    source.kill()
+    source.wait()
+    return {
+        "first": names(first), "stopped": names(stopped), "stopped_s": stopped_s,
+        "doomed": len(stopped.doomed), "early": early,
+        "aborted": len(puller.aborted.refs) if puller.aborted else 0,
+    }  # fmt: skip
+
+
 def scenario_death() -> dict:
     """What the transport alone says of a peer that is killed before or during a read."""
     source, _, agent, address = start_source(64, 1 << 20)
@@ -242,7 +275,7 @@ def scenario_death() -> dict:
 
     result = {"alive": read(), "during": read(kill=True)}
     source.wait()
-    result |= {"before": read(), "outside": None}
+    result["before"] = read()
     transport.remove_peer(peer)
     transport.remove_peer(peer)
     result["unknown"] = read()
@@ -284,6 +317,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "serve":
         serve(int(sys.argv[2]), int(sys.argv[3]))
     else:
-        print(json.dumps(globals()[f"scenario_{sys.argv[1]}"]()))
-    sys.stdout.flush()
+        say(globals()[f"scenario_{sys.argv[1]}"]())
     os._exit(0)

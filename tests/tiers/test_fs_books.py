@@ -4,9 +4,9 @@ import random
 
 from kvfabric.fabric.types import Chunk, ChunkKey, Lookup, NamespaceId, SlotRef
 from kvfabric.tiers.base import Job, JobKind
-from kvfabric.tiers.tier_events import TierEventLog, RecordId
 from kvfabric.tiers.fs.index import Claim, Claimed, Entry, FileIndex
 from kvfabric.tiers.fs.jobs import MISSED, ActiveJob, Done, JobQueue
+from kvfabric.tiers.tier_events import RecordId, TierEventLog
 
 NAMESPACE = NamespaceId(bytes(16))
 

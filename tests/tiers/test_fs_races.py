@@ -7,13 +7,13 @@ from pathlib import Path
 from kvfabric.fabric.checksum import checksum
 from kvfabric.fabric.file_record import record_bytes
 from kvfabric.fabric.types import Chunk, Lookup, SlotRef
-from kvfabric.tiers.event_log import RecordId
 from kvfabric.tiers.fs import FileOps
 from kvfabric.tiers.fs.index import FileIndex
 from kvfabric.tiers.fs.jobs import Done
 from kvfabric.tiers.fs.records import RecordFiles, Scratch
 from kvfabric.tiers.fs.transfers import Transfers
 from kvfabric.tiers.testing import NAMESPACE, ManualClock, key, page_aligned, payload
+from kvfabric.tiers.tier_events import RecordId
 
 RECORD = record_bytes(5000)
 

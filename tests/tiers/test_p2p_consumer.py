@@ -245,6 +245,19 @@ def test_a_silent_source_costs_one_deadline(rig):
     assert [type(action) for action in rig.want(5)] == [Connect, SendTo]
 
 
+def test_an_answer_just_after_the_question_is_no_sign_of_life(rig):
+    rig.want(1)
+    rig.welcome()
+    lease = rig.last
+    rig.hear(grant_of(KEYS[:2], statuses=[Lookup.MISS] * 2), request=lease)
+    rig.want(2)
+    rig.now_s = 0.1
+    rig.hear(Ok(), request=lease)
+    rig.tick(1.5)
+    assert rig.consumer.stats().suspects == 1
+    assert rig.consumer.stats().silent == 1
+
+
 def test_a_source_is_not_asked_while_a_read_of_it_is_doomed(rig):
     rig.reading()
     finished = ended(rig.tick(1.5))

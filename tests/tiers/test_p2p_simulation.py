@@ -41,7 +41,7 @@ from kvfabric.tiers.p2p.actions import (
     StartVerify,
 )
 from kvfabric.tiers.p2p.consumer import PullConsumer
-from kvfabric.tiers.p2p.source import Placed, PullSource, SourceDescription
+from kvfabric.tiers.p2p.source import Placed, PullSource, Send, SourceDescription
 from kvfabric.tiers.p2p.transport import ReadState, Segment
 
 SLOT_BYTES = 96
@@ -184,7 +184,6 @@ class Life:
 
 class World:
     def __init__(self, seed: int, *, trouble: float, config: PeerConfig = CONFIG) -> None:
-        print("seed", seed)
         self.config = config
         self.read_s_max = 0.4 if config is SHORT else 0.05
         self.rng = random.Random(seed)
@@ -244,19 +243,19 @@ class World:
 
         def deliver() -> None:
             for send in target.source.handle(identity, decode(frame), self.now_s):
-                answer = decode(send.frame)
-                self.post(
-                    lambda: self.awake(
-                        life, lambda: self.to_consumer(life, endpoint, send.identity, answer)
-                    )
-                )
+                self.answer(life, endpoint, send)
             target.source.check()
 
         self.awake(target, deliver)
 
-    def to_consumer(self, life: Life, endpoint: str, identity: bytes, envelope) -> None:
-        if life.identities.get(endpoint) == identity:
-            self.do(life, life.consumer.on_message(endpoint, envelope, self.now_s))
+    def answer(self, life: Life, endpoint: str, send: Send) -> None:
+        envelope = decode(send.frame)
+
+        def deliver() -> None:
+            if life.identities.get(endpoint) == send.identity:
+                self.do(life, life.consumer.on_message(endpoint, envelope, self.now_s))
+
+        self.post(lambda: self.awake(life, deliver))
 
     def do(self, life: Life, actions: tuple[Action, ...]) -> None:
         for action in actions:
@@ -351,7 +350,8 @@ class World:
         reading = {
             arrival.landing.ref for read in life.running.values() for arrival in read.arrivals
         }
-        assert reading.isdisjoint(action.aborts) and reading.issuperset(action.doomed)
+        assert reading.isdisjoint(action.aborts)
+        assert reading.issuperset(action.doomed)
         self.outcomes += action.outcomes
 
     def want(self, life: Life) -> None:

@@ -182,7 +182,7 @@ def run_reader(seed, *flags):
         )
         source.start()
         reader.start()
-        chaos = Chaos(world, knobs, network=network, processes=[source], memory=memory)
+        chaos = Chaos(world, knobs, networks=[network], processes=[source], memory=memory)
         chaos.until(40.0)
         world.watch("deadlines", recorder.check)
         world.run(50.0, STEPS_MAX)

@@ -35,7 +35,7 @@ class Echo:
 processes = [Process(world, network, name, Echo, knobs=knobs.process) for name in "ab"]
 for process in processes:
     process.start()
-Chaos(world, knobs, network=network, processes=processes).until(20.0)
+Chaos(world, knobs, networks=[network], processes=processes).until(20.0)
 world.run(30.0, 100_000)
 network.check()
 print(world.steps, world.trace.digest())
@@ -158,10 +158,10 @@ def test_knobs_differ_between_seeds_and_each_kind_is_off_in_some():
     assert CALM.text() == "calm"
 
 
-def test_seeds_come_from_the_environment_or_are_counted():
+def test_seeds_count_from_the_environment_or_from_the_first():
     assert seeds(3, {}) == (1, 2, 3)
     assert seeds(2, {}, first=10) == (10, 11)
-    assert seeds(3, {"KVFABRIC_SEED": "77"}) == (77,)
+    assert seeds(3, {"KVFABRIC_SEED": "77"}) == (77, 78, 79)
 
 
 def test_true_bytes_are_golden():

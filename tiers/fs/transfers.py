@@ -13,7 +13,7 @@ from ...fabric.checksum import checksum
 from ...fabric.clock import Clock
 from ...fabric.file_record import PAYLOAD_BYTES_MAX, record_bytes
 from ...fabric.types import Chunk, Lookup
-from ..tier_events import TierEventLog, RecordId
+from ..tier_events import RecordId, TierEventLog
 from .index import NOTHING, UNKNOWN_CHECKSUM, Claim, Claimed, Entry, FileIndex, Granted
 from .jobs import MISSED, Done
 from .records import ReadCase, RecordFiles, Scratch, WriteCase

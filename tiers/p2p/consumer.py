@@ -12,9 +12,9 @@ LOST is counted and costs nothing else. The release goes out as soon as the last
 Failure. Every pull finishes by its deadline, with what is verified by then. A source that says
 nothing for `source_deadline_s` while an answer is due, or from which a read takes that long, is
 suspect: all its pulls end at once, and it is not asked for `suspect_s`, nor while a read from it
-still runs. A lost message of a source that says other things ends only the pull concerned. A failed
-read, a refused connection and a message that makes no sense have the same effect as silence, at
-once. `Stale` is followed by one hello; a second ends the pull. Answers to requests that are over
+still runs. A lost message of a source that said other things lately ends only the pull concerned. A
+failed read, a refused connection and a message that makes no sense have the same effect as silence,
+at once. `Stale` is followed by one hello; a second ends the pull. Answers to requests that are over
 are ignored.
 
 Bounds. Sources, pulls, keys in a pull, reads at once and requests are bounded; a pull beyond a

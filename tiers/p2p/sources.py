@@ -8,6 +8,10 @@ from ...fabric.wire import Bye, Hello, Message, Welcome
 from .actions import Action, Connect, Disconnect, RemovePeer, SendTo
 from .records import AskedKind, AskedRecord, SourceRecord, SourceState
 
+MUTE_SHARE = 0.5
+"""Of the deadline. An answer that came just after the question that is overdue, from a source that
+then died, is no sign of life: the next pull would pay a second deadline."""
+
 
 class Outbox:
     """Actions in order, and the numbers of requests: rising, over all sources."""
@@ -84,7 +88,6 @@ class Sources:
         """Take note of who a source is; what it was before is not read any more."""
         if source.welcome is not None and source.welcome.agent != welcome.agent:
             source.retired.add(source.welcome.agent)
-        source.retired.discard(welcome.agent)
         source.state, source.epoch, source.welcome = SourceState.READY, epoch, welcome
         self.remove_retired(source)
 
@@ -111,13 +114,15 @@ class Sources:
     def is_silent(self, source: SourceRecord, now_s: float) -> bool:
         """Return whether a source missed its deadline.
 
-        It did if it has not said anything since the asking of what is overdue, if it has not even
-        answered hello, or if a read does not end. Otherwise a single message was lost.
+        It did if a read does not end, or if an answer is overdue and it has not said anything else
+        lately. Otherwise a single message was lost.
         """
         wait_s = self._config.source_deadline_s
-        return any(now_s >= read.started_s + wait_s for read in source.reads.values()) or any(
-            asked.kind == AskedKind.HELLO or source.heard_s <= asked.asked_s
-            for _, asked in self.overdue(source, now_s)
+        if any(now_s >= read.started_s + wait_s for read in source.reads.values()):
+            return True
+        mute = now_s - source.heard_s >= wait_s * MUTE_SHARE
+        return any(
+            mute or asked.kind == AskedKind.HELLO for _, asked in self.overdue(source, now_s)
         )
 
     def next_deadline_s(self) -> float:

@@ -317,6 +317,10 @@ class Directory:
         """The epoch of the pool that opened the table."""
         return self._table.header.epoch
 
+    def unclaimed(self) -> frozenset[tuple[int, int]]:
+        """Return the processes that may still write what an earlier pool gave them."""
+        return frozenset(self._unclaimed)
+
     def chunk(self, ref: SlotRef) -> Chunk | None:
         """Return the readable chunk in a slot, or None if the reference is stale."""
         entry = self._slots.find(ref)

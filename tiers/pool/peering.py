@@ -139,6 +139,10 @@ class Peering:
             return
         self._carry_out(self.consumer.on_message(endpoint, envelope, self._clock.now_s()))
 
+    def on_lost(self, endpoint: str) -> None:
+        """Nobody serves at a source's endpoint any more, or yet."""
+        self._carry_out(self.consumer.on_connect_failed(endpoint, self._clock.now_s()))
+
     def step(self) -> None:
         """Move reads on and let time pass."""
         now_s = self._clock.now_s()

@@ -29,8 +29,7 @@ from ...fabric.records import (
     TAGS_OFFSET,
     TableHeader,
     buckets_offset,
-    identities_of,
-    tags_of,
+    lookups_of,
 )
 from ...fabric.types import NAMESPACE_BYTES, Lookup, SlotState
 
@@ -102,8 +101,7 @@ class TableReader:
         )
         if count == 0:
             return result
-        tags = tags_of(namespace_id, keys)
-        identities = identities_of(namespace_id, keys)
+        identities, tags = lookups_of(namespace_id, keys)
         lanes = np.arange(count)
         for _ in range(RETRIES_MAX):
             lanes = self._walk(lanes, tags, identities, result)
@@ -114,14 +112,11 @@ class TableReader:
     def _walk(self, lanes: Lanes, tags: Words, identities: Words, result: LookupResult) -> Lanes:
         """Search for some lanes from their homes on. Returns those whose bucket was in writing."""
         torn: list[Lanes] = []
-        homes = tags & self._mask
         for probe in range(self._probes_max):
-            buckets = (homes[lanes] + np.uint64(probe) & self._mask).astype(np.intp)
+            asked = tags[lanes]
+            buckets = (asked + np.uint64(probe) & self._mask).astype(np.intp)
             before = self._heads[buckets]
-            if len(lanes) == len(tags):
-                match = self._search(buckets, tags, identities)
-            else:
-                match = self._search(buckets, tags[lanes], identities[lanes])
+            match = self._search(buckets, asked, identities[lanes])
             steady = (before == self._heads[buckets]) & (before & _ODD == 0)
             if not steady.all():
                 torn.append(lanes[~steady])
@@ -160,8 +155,10 @@ class TableReader:
         np.minimum(slots, self._slot_max, out=slots)
         states = self._states[slots]
         fields = self._records.take(slots, axis=0)
-        same = (fields[:, _IDENTITY] == identities).all(axis=1)
-        return _Match(same, slots, states, fields)
+        # Eight flags are one word: comparing it to 0 takes half the time of `all(axis=1)`.
+        differs = np.zeros((len(slots), 8), np.bool_)
+        np.not_equal(fields[:, _IDENTITY], identities, out=differs[:, _IDENTITY])
+        return _Match(differs.view(np.uint64)[:, 0] == 0, slots, states, fields)
 
 
 @dataclass(slots=True)
@@ -186,10 +183,10 @@ def _store(result: LookupResult, lanes: Lanes, match: _Match) -> None:
     ready = (match.states == _READY) & match.found
     if not ready.all():
         result.states[lanes[(match.states == _WRITING) & match.found]] = Lookup.PENDING
-    at = lanes[ready]
-    fields = match.fields[ready]
+    chosen = np.flatnonzero(ready)
+    at = lanes[chosen]
     result.states[at] = Lookup.HIT
-    result.slots[at] = match.slots[ready]
-    result.generations[at] = fields[:, _GENERATION]
-    result.checksums[at] = fields[:, _CHECKSUM]
-    result.lengths[at] = fields[:, _LENGTH].view(np.int64)
+    result.slots[at] = match.slots[chosen]
+    result.generations[at] = match.fields[chosen, _GENERATION]
+    result.checksums[at] = match.fields[chosen, _CHECKSUM]
+    result.lengths[at] = match.fields[chosen, _LENGTH]

@@ -38,6 +38,7 @@ from .context import PoolContext
 from .core import ClientCore, PoolPlace
 from .directory import Directory
 from .fetcher import Fetcher
+from .gauges import Gauges
 from .peering import DirectoryPins, Peering
 from .process import alive, this_process
 from .pulls import NoPulls, Pulls
@@ -88,6 +89,7 @@ class PoolServer:
         self.config = config
         self.clock = clock
         self.recorder = PrometheusRecorder()
+        self._gauges = Gauges(self.recorder, config.host.slot_bytes)
         self._undo: list[Callable[[], object]] = []
         self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._calls_lock = threading.Lock()
@@ -166,7 +168,7 @@ class PoolServer:
             self.config.events.heartbeat_s,
             self.clock,
         )
-        self.stream = PoolStream(log, self.directory, self.tiers, self.clock)
+        self.stream = PoolStream(log, self.context, self.tiers)
 
     def _open_peering(self) -> Peering:
         from ..p2p.nixl import NixlTransport, devices_for
@@ -233,6 +235,9 @@ class PoolServer:
         for endpoint, frames in sockets.from_sources(ready):
             if self.peering is not None:
                 self.peering.on_frame(endpoint, frames[-1])
+        for endpoint in sockets.lost_sources(ready):
+            if self.peering is not None:
+                self.peering.on_lost(endpoint)
         self._step()
         self._flush()
 
@@ -337,7 +342,16 @@ class PoolServer:
         self.sockets.wake()
         return future.result(CALL_S)
 
+    def metrics(self) -> bytes:
+        """Return all metrics in Prometheus' text form."""
+        return self._call(self._exposition)
+
+    def _exposition(self) -> bytes:
+        self._gauges.record(self.directory, self.tiers, self.peering, self.source)
+        return self.recorder.exposition()
+
     def _stats(self) -> dict[str, float]:
+        self._gauges.record(self.directory, self.tiers, self.peering, self.source)
         return self.fetcher.stats() | self.recorder.values()
 
     def _undo_all(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
+import xxhash
 import zmq
 
 from ...fabric.config import PoolConfig
@@ -20,6 +21,8 @@ FRAMES_PER_TURN_MAX = 256
 """Messages taken from one socket before the others get their turn."""
 PIPE_READ_BYTES = 4096
 """One read empties the pipe of all wake-ups that a turn can have missed."""
+
+PORT_FIRST, PORTS = 16_384, 16_384
 
 Ready = dict[object, int]
 Socket = zmq.Socket[bytes]
@@ -46,21 +49,32 @@ class PoolAddresses:
     replay: str
 
 
+@dataclass(frozen=True, slots=True)
+class Dealer:
+    """A connection to a source, and the socket on which ZeroMQ tells what becomes of it."""
+
+    socket: Socket
+    monitor: Socket
+
+
 class PoolSockets:
     """Bound sockets and connections to sources. Raises `ConfigError` for an address in use."""
 
     def __init__(self, config: PoolConfig, epoch: int) -> None:
         self._path = PoolFiles.named(config.host.directory, f"{config.run}-{config.node}").socket
+        self._name = f"{config.run}/{config.node}"
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._wake_out, self._wake_in = os.pipe()
-        self._dealers: dict[str, Socket] = {}
+        self._dealers: dict[str, Dealer] = {}
         try:
-            self.clients = self._bound(zmq.ROUTER, f"ipc://{self._path}")
+            self.clients = self._bound(zmq.ROUTER, f"ipc://{self._path}", "clients")
             os.chmod(self._path, 0o600)
-            self.peers = self._bound(zmq.ROUTER, config.peers.listen)
-            self.events = self._bound(zmq.PUB, config.events.publish)
-            self.replay = self._bound(zmq.ROUTER, config.events.replay)
+            self.peers = self._bound(zmq.ROUTER, config.peers.listen, "peers")
+            self.events = self._bound(zmq.PUB, config.events.publish, "events")
+            self.replay = self._bound(zmq.ROUTER, config.events.replay, "replay")
+            # A whole replay at once: what a full queue swallowed the reader would ask for again.
+            self.replay.setsockopt(zmq.SNDHWM, 2 * config.events.buffer_batches)
         except BaseException:
             self.close()
             raise
@@ -94,8 +108,14 @@ class PoolSockets:
     def from_sources(self, ready: Ready) -> Iterator[tuple[str, list[bytes]]]:
         """Yield what sources answered, with their endpoints."""
         for endpoint, dealer in list(self._dealers.items()):
-            for frames in self.received(dealer, ready):
+            for frames in self.received(dealer.socket, ready):
                 yield endpoint, frames
+
+    def lost_sources(self, ready: Ready) -> Iterator[str]:
+        """Yield the endpoints that refused a connection or closed it: nobody serves there."""
+        for endpoint, dealer in list(self._dealers.items()):
+            if any(True for _ in self.received(dealer.monitor, ready)):
+                yield endpoint
 
     def connect(self, endpoint: str) -> Dialled:
         """Open a connection to a source."""
@@ -104,26 +124,30 @@ class PoolSockets:
         except zmq.ZMQError:
             return Dialled.REFUSED
         try:
+            monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
             socket.connect(endpoint)
         except zmq.ZMQError:
             socket.close()
             return Dialled.REFUSED
         self._poller.register(socket, zmq.POLLIN)
-        self._dealers[endpoint] = socket
+        self._poller.register(monitor, zmq.POLLIN)
+        self._dealers[endpoint] = Dealer(socket, monitor)
         return Dialled.OPENED
 
     def disconnect(self, endpoint: str) -> None:
         """Close a connection and forget what it has not sent."""
-        socket = self._dealers.pop(endpoint, None)
-        if socket is not None:
-            self._poller.unregister(socket)
-            socket.close()
+        dealer = self._dealers.pop(endpoint, None)
+        if dealer is not None:
+            self._poller.unregister(dealer.socket)
+            self._poller.unregister(dealer.monitor)
+            dealer.socket.disable_monitor()
+            dealer.socket.close()
 
     def ask_source(self, endpoint: str, frame: bytes) -> None:
         """Send to a source; nothing happens if it is not connected."""
-        socket = self._dealers.get(endpoint)
-        if socket is not None:
-            send(socket, [frame])
+        dealer = self._dealers.get(endpoint)
+        if dealer is not None:
+            send(dealer.socket, [frame])
 
     def watch(self, descriptor: int) -> None:
         """Let `poll` report a descriptor that can be read."""
@@ -153,14 +177,30 @@ class PoolSockets:
         socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         return socket
 
-    def _bound(self, kind: int, endpoint: str) -> Socket:
+    def _bound(self, kind: int, endpoint: str, purpose: str) -> Socket:
         socket = self._socket(kind)
+        if endpoint.endswith(":*"):
+            preferred = f"{endpoint[:-1]}{usual_port(self._name, purpose)}"
+            try:
+                socket.bind(preferred)
+            except zmq.ZMQError:  # somebody else has it: any port will do
+                pass
+            else:
+                return socket
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             problem = f"cannot be bound: {error.strerror}"
             raise ConfigError(endpoint, problem, "Choose a free address") from error
         return socket
+
+
+def usual_port(*what: object) -> int:
+    """Return the port that something has whenever it is free, so that it is found after a restart.
+
+    Below the range from which Linux takes ports for outgoing connections.
+    """
+    return PORT_FIRST + xxhash.xxh32_intdigest(repr(what).encode()) % PORTS
 
 
 def send(socket: Socket, frames: list[bytes]) -> None:

@@ -7,12 +7,11 @@ The manifest for snapshots is the directory's own content plus what the tiers an
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from ...fabric.clock import Clock
 from ...fabric.events import Frames
 from ...fabric.types import ChunkKey, Medium, NamespaceId, key_group
 from ..base import Tier
 from ..event_log import Change, EventLog, Resident
-from .directory import Directory
+from .context import PoolContext
 
 UNKNOWN_CHUNK_TOKENS = 0
 """For chunks of a group that no client has named since the pool started (vLLM's placeholder)."""
@@ -21,13 +20,12 @@ UNKNOWN_CHUNK_TOKENS = 0
 class PoolStream:
     """Collects changes and turns them into frames."""
 
-    def __init__(
-        self, log: EventLog, directory: Directory, tiers: Sequence[Tier], clock: Clock
-    ) -> None:
+    def __init__(self, log: EventLog, context: PoolContext, tiers: Sequence[Tier]) -> None:
         self.log = log
-        self._directory = directory
+        self._directory = context.directory
         self._tiers = tuple(tiers)
-        self._clock = clock
+        self._clock = context.clock
+        self._recorder = context.recorder
         self._below: Counter[tuple[ChunkKey, Medium]] = Counter()
         self.chunk_tokens: Callable[[NamespaceId, int], int] = _unknown
         """Set by the core: how many tokens a group's chunks have."""
@@ -46,6 +44,10 @@ class PoolStream:
                         self._change(event.namespace, key, tier.medium, removed=event.removed)
                     )
         if changes:
+            removed = sum(change.removed for change in changes)
+            stored = len(changes) - removed
+            self._recorder.count("kvfabric_events_published_total", stored, event="stored")
+            self._recorder.count("kvfabric_events_published_total", removed, event="removed")
             return self.log.append(changes)
         if self.log.heartbeat_due(self._clock.now_s()):
             return [self.log.heartbeat()]

@@ -16,6 +16,7 @@ from .knobs import (
     ProcessKnobs,
     RemoteMemoryKnobs,
     draw_knobs,
+    log_uniform,
 )
 from .network import Network
 from .oracle import Overdue, Recorder, true_bytes, true_checksum, true_key
@@ -53,6 +54,7 @@ __all__ = [
     "Trace",
     "World",
     "draw_knobs",
+    "log_uniform",
     "seeds",
     "true_bytes",
     "true_checksum",

@@ -14,6 +14,10 @@ from .process import Process, ProcessState
 from .remote_memory import RemoteMemory
 from .world import World
 
+AGAIN_SHARE = 0.5
+"""Of kills that another follows about when the first is up again: deaths come together, and what
+one recovers from, the next finds half done."""
+
 
 class Chaos:
     """The adversary of one world."""
@@ -23,14 +27,14 @@ class Chaos:
         world: World,
         knobs: Knobs,
         *,
-        network: Network,
+        networks: Sequence[Network],
         processes: Sequence[Process],
         disks: Sequence[Disk] = (),
         memory: RemoteMemory | None = None,
     ) -> None:
         self.active = True
         self.kills = self.pauses = self.partitions = 0
-        self._world, self._knobs, self._network = world, knobs, network
+        self._world, self._knobs, self._networks = world, knobs, tuple(networks)
         self._processes, self._disks, self._memory = tuple(processes), tuple(disks), memory
         self._random = world.fork("chaos")
         world.note("chaos", knobs.text())
@@ -56,6 +60,14 @@ class Chaos:
             self.kills += 1
             process.kill()
             self._world.at(self._mean(self._knobs.process.down_s), process.start, "restart")
+            if self._random.random() < AGAIN_SHARE:
+                other = self._random.choice(self._processes)
+                delay_s = self._mean(2 * self._knobs.process.down_s)
+                self._world.at(delay_s, lambda: self._kill_again(other), "kill again")
+
+    def _kill_again(self, process: Process) -> None:
+        if self.active:
+            self._kill(process)
 
     def _pause(self, process: Process) -> None:
         if process.state is ProcessState.RUNNING:
@@ -71,11 +83,17 @@ class Chaos:
         self._random.shuffle(names)
         split = self._random.randrange(1, len(names))
         left, right = names[:split], names[split:]
-        if self._random.random() < 0.5:
-            self._network.partition(left, right)
-        else:
-            self._network.cut(left[0], right[0])
-        self._world.at(self._mean(self._knobs.link.partition_s), self._network.heal, "heal")
+        one_way = self._random.random() < 0.5
+        for network in self._networks:
+            if one_way:
+                network.cut(left[0], right[0])
+            else:
+                network.partition(left, right)
+        self._world.at(self._mean(self._knobs.link.partition_s), self._heal, "heal")
+
+    def _heal(self) -> None:
+        for network in self._networks:
+            network.heal()
 
     def until(self, delay_s: float) -> None:
         """Plan the end of all faults."""
@@ -85,7 +103,8 @@ class Chaos:
         """End all faults and heal what can heal."""
         self.active = False
         self._world.note("chaos", "ends: everything heals")
-        self._network.calm()
+        for network in self._networks:
+            network.calm()
         for disk in self._disks:
             disk.calm()
         if self._memory is not None:

@@ -20,7 +20,7 @@ from enum import IntEnum
 
 from ...fabric.errors import Conservation
 from .knobs import DiskKnobs
-from .world import Scheduler, World
+from .world import Scheduler, Timer, World
 
 
 class DiskOutcome(IntEnum):
@@ -87,6 +87,7 @@ class Disk:
         self._world, self._knobs = world, knobs
         self._random = world.fork(f"disk/{name}")
         self._files: dict[str, bytearray] = {}
+        self._stalled: list[Timer] = []
 
     def names(self) -> list[str]:
         """Return the names of all files, in order of creation."""
@@ -154,24 +155,31 @@ class Disk:
         self._world.note(self.name, f"flips bit {bit} of {name[-12:]}")
 
     def calm(self) -> None:
-        """Commit no further faults. What is corrupt stays so."""
+        """Commit no further faults, and let what is stalled begin. What is corrupt stays so."""
         self._knobs = DiskKnobs(piece_bytes=self._knobs.piece_bytes)
+        for timer in self._stalled:
+            if timer.pending and timer.fn is not None:
+                self._world.at(self._knobs.delay_s, timer.fn, timer.label)
+                timer.cancel()
+        self._stalled.clear()
 
     def _begin(self, transfer: DiskTransfer, piece: Callable[[DiskTransfer], None]) -> DiskTransfer:
         random, knobs = self._random, self._knobs
         delay_s = knobs.delay_s * random.uniform(0.5, 1.5)
-        if random.random() < knobs.stall_share:
-            self.counts.stalled += 1
-            delay_s += random.expovariate(1 / knobs.stall_s)
         if random.random() < knobs.eio_share:
             self.counts.eio += 1
             return self._finish(transfer, DiskOutcome.EIO, delay_s)
         transfer.piece = lambda: piece(transfer)
-        self._later(transfer, delay_s)
+        if random.random() < knobs.stall_share:
+            self.counts.stalled += 1
+            delay_s += random.expovariate(1 / knobs.stall_s)
+            self._stalled.append(self._later(transfer, delay_s))
+        else:
+            self._later(transfer, delay_s)
         return transfer
 
-    def _later(self, transfer: DiskTransfer, delay_s: float) -> None:
-        transfer.owner.dma(delay_s, lambda: self._go_on(transfer), f"{self.name} piece")
+    def _later(self, transfer: DiskTransfer, delay_s: float) -> Timer:
+        return transfer.owner.dma(delay_s, lambda: self._go_on(transfer), f"{self.name} piece")
 
     def _go_on(self, transfer: DiskTransfer) -> None:
         """Move the next piece, unless `hurry` has ended the transfer meanwhile."""

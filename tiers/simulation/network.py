@@ -39,10 +39,11 @@ class NetworkCounts:
 class Network:
     """Frames between named nodes."""
 
-    def __init__(self, world: World, knobs: LinkKnobs) -> None:
+    def __init__(self, world: World, knobs: LinkKnobs, name: str = "network") -> None:
+        self.name = name
         self.counts = NetworkCounts()
         self._world, self._knobs = world, knobs
-        self._random = world.fork("network")
+        self._random = world.fork(name)
         self._nodes: dict[str, Deliver] = {}
         self._cuts: set[tuple[str, str]] = set()
         self._last_arrival_s: dict[tuple[str, str], float] = {}
@@ -99,20 +100,23 @@ class Network:
 
     def cut(self, source: str, target: str) -> None:
         """Cut one direction between two nodes."""
-        self._cuts.add((source, target))
-        self._world.note("network", f"cut {source}>{target}")
+        self._cut([(source, target)], f"{source} > {target}")
 
     def partition(self, left: Iterable[str], right: Iterable[str]) -> None:
         """Cut both directions between two sets of nodes."""
-        for a, b in product(tuple(left), tuple(right)):
-            self.cut(a, b)
-            self.cut(b, a)
+        left, right = tuple(left), tuple(right)
+        links = [*product(left, right), *product(right, left)]
+        self._cut(links, f"{' '.join(left)} | {' '.join(right)}")
+
+    def _cut(self, links: Iterable[tuple[str, str]], what: str) -> None:
+        self._cuts.update(links)
+        self._world.note(self.name, f"cuts {what}")
 
     def heal(self) -> None:
         """Mend every cut."""
         if self._cuts:
             self._cuts.clear()
-            self._world.note("network", "healed")
+            self._world.note(self.name, "healed")
 
     def calm(self) -> None:
         """Heal, and lose, double and delay nothing unduly from now on."""
@@ -123,4 +127,4 @@ class Network:
         """Raise `Conservation` if a frame is unaccounted for."""
         c = self.counts
         if c.sent + c.duplicated != c.delivered + c.lost + c.in_flight:
-            raise Conservation("network", f"{c}")
+            raise Conservation(self.name, f"{c}")

@@ -12,6 +12,7 @@ overdue, in order.
 Failure. An exception in a program is a failure of the simulation, not of the process.
 """
 
+import zlib
 from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
@@ -25,6 +26,9 @@ INBOX_FRAMES_MAX = 1000
 """ZeroMQ's default high-water mark."""
 CLOCK_OFFSET_S_MAX = 1e6
 """Clocks of two processes differ by up to eleven days: a point in time sent over is noticed."""
+
+PID_MIN, PIDS = 2, 1 << 22
+"""1 is init, and 0 is nobody."""
 
 
 class ProcessState(IntEnum):
@@ -61,7 +65,13 @@ class Process:
         knobs: ProcessKnobs | None = None,
     ) -> None:
         self.world, self.network, self.name, self.tick_s = world, network, name, tick_s
+        self.pid = PID_MIN + zlib.crc32(name.encode()) % PIDS
+        """Unique among names that a test would use, and the same in every run."""
         self.epoch = 0
+        """Counts incarnations; with `pid` it names one, as a start time would."""
+        self.disturbances = 0
+        """Starts, kills, pauses and resumptions so far. Only while this stays the same may anybody
+        count on an answer in time."""
         self.state = ProcessState.DOWN
         self.program: Program | None = None
         self._make = program
@@ -97,6 +107,7 @@ class Process:
         if self.state is not ProcessState.DOWN:
             return
         self.epoch += 1
+        self.disturbances += 1
         self.state = ProcessState.RUNNING
         self.clock = self._new_clock()
         self.world.note(self.name, f"starts, epoch {self.epoch}")
@@ -110,6 +121,7 @@ class Process:
         if self.state is ProcessState.DOWN:
             return
         self.state = ProcessState.DOWN
+        self.disturbances += 1
         self.program = None
         self._overdue.clear()
         self._inbox_frames = 0
@@ -121,6 +133,7 @@ class Process:
         """Stop its code; its devices go on."""
         if self.state is ProcessState.RUNNING:
             self.state = ProcessState.PAUSED
+            self.disturbances += 1
             self.world.note(self.name, "paused")
 
     def resume(self) -> None:
@@ -128,6 +141,7 @@ class Process:
         if self.state is not ProcessState.PAUSED:
             return
         self.state = ProcessState.RUNNING
+        self.disturbances += 1
         self.world.note(self.name, f"resumed, {len(self._overdue)} things overdue")
         overdue, self._overdue = self._overdue, deque()
         self._inbox_frames = 0

@@ -44,15 +44,18 @@ class Stop(IntEnum):
 class Timer:
     """One planned event. Cancelling one that has run does nothing."""
 
-    __slots__ = ("fn", "label")
+    __slots__ = ("fn", "label", "pending")
 
     def __init__(self, fn: Callable[[], None] | None, label: str) -> None:
         self.fn = fn
         self.label = label
+        self.pending = True
+        """Neither run nor cancelled yet."""
 
     def cancel(self) -> None:
         """Take the event back."""
         self.fn = None
+        self.pending = False
 
 
 class Scheduler(Protocol):
@@ -146,6 +149,7 @@ class World:
             fn = timer.fn
             if fn is None:
                 continue
+            timer.pending = False
             self.steps += 1
             stamp(self._now_s, timer.label)
             fn()
@@ -206,6 +210,6 @@ class LocalClock:
 
 
 def seeds(count: int, environ: Mapping[str, str], *, first: int = 1) -> tuple[int, ...]:
-    """Return the seeds to run: the one that `KVFABRIC_SEED` names, else `count` from `first`."""
-    named = environ.get(SEED_VARIABLE, "")
-    return (int(named),) if named else tuple(range(first, first + count))
+    """Return `count` seeds to run, from the one that `KVFABRIC_SEED` names, else from `first`."""
+    start = int(environ.get(SEED_VARIABLE) or first)
+    return tuple(range(start, start + count))

@@ -1,0 +1,112 @@
+"""The Ray actor that follows every pool's events and feeds the replicas that decide.
+
+A shell: what it knows is in `router.replica.Authority`, how it learns it in `router.ingest`.
+Nothing on a request's path calls it: replicas follow its stream and decide in their own process.
+"""
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import zmq
+
+from ..fabric.clock import SystemClock
+from ..fabric.errors import FabricError
+from ..fabric.metrics import PrometheusRecorder
+from ..router.delta_socket import AuthoritySocket
+from ..router.ingest import Ingest, SourceEndpoints
+from ..router.replica import Authority
+from ..tiers.pool.sockets import PoolAddresses, usual_port
+
+LOG = logging.getLogger("kvfabric.router")
+
+ROUTER_NAME = "kvfabric-router-{run}"
+"""The actor is found by this name in the fabric's Ray namespace."""
+INGEST_POLL_MS = 20
+"""How long a request of a replica may wait while events are awaited."""
+CALL_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class RouterAddresses:
+    """Where replicas follow the authority."""
+
+    publish: str
+    replay: str
+
+
+class RouterShell:
+    """One per fabric. Started again when it dies; the pools' snapshots then tell it everything."""
+
+    def __init__(self, run: str, pools: Sequence[PoolAddresses]) -> None:
+        self._clock = SystemClock()
+        self._recorder = PrometheusRecorder()
+        context: zmq.Context[Any] = zmq.Context()
+        # Milliseconds since 1970: larger than in any earlier life, as the protocol asks.
+        epoch = int(self._clock.unix_s() * 1000)
+        self._authority = Authority(f"router-{run}", epoch, self._clock)
+        self._socket = _bound(context, self._authority, run)
+        self._ingest = Ingest(context, self._authority, self._clock)
+        self._lock = threading.Lock()
+        for pool in pools:
+            self._add(pool)
+        threading.Thread(target=self._run, name="kvfabric-router", daemon=True).start()
+
+    @ray.method
+    def addresses(self) -> RouterAddresses:
+        """Where replicas read."""
+        endpoints = self._socket.endpoints
+        return RouterAddresses(endpoints.publish, endpoints.replay)
+
+    @ray.method
+    def sources(self, add: Sequence[PoolAddresses], remove: Sequence[str]) -> None:
+        """Follow these pools, and no longer those of these nodes."""
+        with self._lock:
+            for node in remove:
+                self._forget(node)
+            for pool in add:
+                self._forget(pool.node)
+                self._add(pool)
+
+    @ray.method
+    def holdings(self) -> dict[str, int]:
+        """How many chunks each source is known to hold."""
+        with self._lock:
+            index = self._authority.index
+            return {
+                source: sum(len(section.array()) for section in index.dump(source))
+                for source in index.sources
+            }
+
+    def _add(self, pool: PoolAddresses) -> None:
+        self._ingest.add_source(pool.node, SourceEndpoints(pool.events, pool.replay))
+        self._authority.set_pool(pool.node, pool.peer)
+
+    def _forget(self, node: str) -> None:
+        self._ingest.remove_source(node)
+        self._authority.set_pool(node, "")
+
+    def _run(self) -> None:
+        while True:
+            try:
+                with self._lock:
+                    self._ingest.poll(INGEST_POLL_MS)
+                    self._socket.poll(0)
+            except FabricError:
+                self._recorder.count("kvfabric_loop_errors_total", loop="router")
+                LOG.exception("an error escaped; the router goes on")
+
+
+def _bound(context: "zmq.Context[Any]", authority: Authority, run: str) -> AuthoritySocket:
+    """Bind where the router was before, so that replicas find it again; else anywhere."""
+    usual = [f"tcp://127.0.0.1:{usual_port(run, what)}" for what in ("deltas", "replay")]
+    try:
+        return AuthoritySocket(context, authority, *usual)
+    except FabricError:
+        return AuthoritySocket(context, authority)
+
+
+RouterActor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=3)(RouterShell)
