@@ -5,7 +5,19 @@ import signal
 import socket
 
 import pytest
-from pool_yard import CLOCK, chunk, cpu_share, flip_slot, freeze, keys, load, names, store, until
+from pool_yard import (
+    CLOCK,
+    Yard,
+    chunk,
+    cpu_share,
+    flip_slot,
+    freeze,
+    keys,
+    load,
+    names,
+    store,
+    until,
+)
 
 from kvfabric.fabric.types import SourceRange
 
@@ -53,17 +65,25 @@ def pair(yard) -> Pair:
     return Pair(yard)
 
 
-def test_fifty_chunks_are_pulled_and_idle_pools_rest(pair) -> None:
-    store(pair.there, 0, 50)
-    got, _ = pair.pull(0, 50)
+@pytest.fixture(scope="module")
+def shared():
+    """One pair for the tests that leave their pools in good health."""
+    yard = Yard()
+    yield Pair(yard)
+    yard.close()
+
+
+def test_fifty_chunks_are_pulled_and_idle_pools_rest(shared) -> None:
+    store(shared.there, 0, 50)
+    got, _ = shared.pull(0, 50)
     assert (names(got), set(got.origins)) == ({"HIT"}, {"peer"})
-    got, _ = pair.pull(0, 50)
+    got, _ = shared.pull(0, 50)
     assert set(got.origins) == {"host"}
-    for pool in (pair.source, pair.puller):
+    for pool in (shared.source, shared.puller):
         until(lambda pool=pool: pool.stats()["pinned"] == 0)
         pool.check()
-    assert cpu_share(pair.source) < 0.05
-    assert cpu_share(pair.puller) < 0.05
+    assert cpu_share(shared.source) < 0.05
+    assert cpu_share(shared.puller) < 0.05
 
 
 def test_a_source_killed_before_the_pull_is_a_miss_and_comes_back(pair) -> None:
@@ -177,25 +197,25 @@ def test_a_flipped_bit_at_the_source_is_not_committed(pair) -> None:
     until(pair.settled)
 
 
-def test_another_namespace_is_a_miss_at_the_source(pair) -> None:
-    store(pair.there, 0, 4)
-    stranger = pair.yard.client(pair.puller, model="other")
-    got, took_s = pair.pull(0, 4, client=stranger)
+def test_another_namespace_is_a_miss_at_the_source(shared) -> None:
+    store(shared.there, 100, 4)
+    stranger = shared.yard.client(shared.puller, model="other")
+    got, took_s = shared.pull(100, 4, client=stranger)
     assert names(got) == {"MISS"}
     assert took_s < 0.5
 
 
-def test_an_endpoint_that_is_none_is_a_miss(pair) -> None:
-    store(pair.there, 0, 4)
+def test_an_endpoint_that_is_none_is_a_miss(shared) -> None:
+    store(shared.there, 200, 4)
     bad = [
         SourceRange("a", "nonsense://x", 0, 2),
         SourceRange("a", "tcp://256.0.0.1:99999", 0, 2),
-        SourceRange("a", pair.source.addresses.peer, 0, 4),
+        SourceRange("a", shared.source.addresses.peer, 0, 4),
     ]
     begun_s = CLOCK.now_s()
-    assert names(load(pair.here, 0, 4, 3.0, bad)) == {"HIT"}
+    assert names(load(shared.here, 200, 4, 3.0, bad)) == {"HIT"}
     assert CLOCK.now_s() - begun_s < DETOUR_S
-    assert pair.puller.stats().get('kvfabric_loop_errors_total{loop="pool"}', 0) == 0
+    assert shared.puller.stats().get('kvfabric_loop_errors_total{loop="pool"}', 0) == 0
 
 
 def test_a_full_region_is_busy_for_a_pull(yard) -> None:
