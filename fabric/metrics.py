@@ -50,8 +50,8 @@ class Metric:
     """Upper bounds of a histogram, in the base unit; +Inf is implied."""
 
 
-PATH = Label("path", ("host", "fs", "memory", "peer"))
-"""The way that bytes go: engine to or from the host region, or the region to or from a tier."""
+PATH = Label("path")
+"""The way that bytes go: `host` (engine to or from the region), `peer`, or the name of a tier."""
 
 TABLE: tuple[Metric, ...] = (
     Metric(

@@ -1,14 +1,15 @@
-"""A client that does what it is told: `pool_child.py ENDPOINT TIMEOUT_S`, commands as JSON lines."""
+"""A client that does as told: `pool_child.py ENDPOINT TIMEOUT_S`, commands as JSON lines."""
 
 import json
 import os
 import select
 import sys
 
-from pool_yard import GROUPS, NAMESPACE, SLOT_BYTES, chunk, key, keys
+from pool_yard import CLOCK, GROUPS, NAMESPACE, SLOT_BYTES, chunk, key, keys
 
 from kvfabric.fabric.checksum import checksum
 from kvfabric.fabric.errors import FabricError
+from kvfabric.fabric.types import SourceRange
 from kvfabric.tiers.pool.client import PoolClient
 from kvfabric.tiers.pool.copy import copy_summed
 
@@ -49,6 +50,26 @@ class Commands:
 
     def release(self):
         return [status.name for status in self.client.release(self.refs)]
+
+    def load(self, first: int, number: int, wait_s: float, node: str, endpoint: str):
+        """Load from a peer; say what came, whether it was exact, and how long it took."""
+        into = [bytearray(SLOT_BYTES) for _ in range(number)]
+        begun_s = CLOCK.now_s()
+        got = self.client.load_bytes(
+            keys(first, number),
+            [memoryview(one) for one in into],
+            wait_s,
+            [SourceRange(node, endpoint, 0, number)],
+        )
+        return {
+            "seconds": CLOCK.now_s() - begun_s,
+            "statuses": [status.name for status in got.statuses],
+            "exact": all(
+                into[at] == chunk(first + at)
+                for at, status in enumerate(got.statuses)
+                if status.name == "HIT"
+            ),
+        }
 
     def load_slowly(self, first: int):
         """Load one chunk; say so when it is pinned, and read it only after the next line."""

@@ -37,6 +37,7 @@ NAMESPACE = Namespace(
 )
 GROUPS = [GroupGeometry(0, 16, SLOT_BYTES)]
 LOOK_S = 0.01
+CHILD = Path(__file__).parent / "pool_child.py"
 CLOCK = SystemClock()
 RUNS = count()
 
@@ -53,13 +54,24 @@ def chunk(number: int) -> bytes:
     return (number + 1).to_bytes(8, "little") * (SLOT_BYTES // 8)
 
 
-def until(condition: Callable[[], Any], within_s: float = 2.0) -> Any:
+def until(condition: Callable[[], Any], within_s: float = 2.0, look_s: float = LOOK_S) -> Any:
     """Look until the condition is true and return what it said; fail when the time is over."""
     deadline_s = CLOCK.now_s() + within_s
     while not (said := condition()):
         assert CLOCK.now_s() < deadline_s, f"not within {within_s} s"
-        CLOCK.sleep_s(LOOK_S)
+        CLOCK.sleep_s(look_s)
     return said
+
+
+def freeze(pid: int) -> None:
+    """Stop a process, and return when it stands still."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    until(lambda: all("T" in _state(task) for task in tasks.iterdir()))
+
+
+def _state(task: Path) -> str:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 class Child:
@@ -67,7 +79,7 @@ class Child:
 
     def __init__(self, endpoint: str, timeout_s: float) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).parent / "pool_child.py"), endpoint, f"{timeout_s}"],
+            [sys.executable, str(CHILD), endpoint, f"{timeout_s}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -85,7 +97,7 @@ class Child:
         return self.hear()
 
     def stop(self) -> None:
-        os.kill(self.process.pid, signal.SIGSTOP)
+        freeze(self.process.pid)
 
     def go_on(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)
@@ -185,3 +197,17 @@ def flip_slot(path: Path, holding: bytes) -> None:
     at = path.read_bytes().index(holding)
     assert at % SLOT_BYTES == 0
     flip(path, at + 1000)
+
+
+def cpu_share(pool, over_s: float = 0.8) -> float:
+    """Return the share of a core that a pool uses."""
+
+    def ticks() -> int:
+        with open(f"/proc/{pool.pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+
+    begun, begun_s = ticks(), CLOCK.now_s()
+    until(lambda: CLOCK.now_s() - begun_s > over_s)
+    seconds = (ticks() - begun) / os.sysconf("SC_CLK_TCK")
+    return seconds / (CLOCK.now_s() - begun_s)

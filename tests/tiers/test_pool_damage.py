@@ -12,7 +12,9 @@ from pool_yard import (
     GROUPS,
     NAMESPACE,
     SLOT_BYTES,
+    Yard,
     chunk,
+    cpu_share,
     flip,
     flip_slot,
     key,
@@ -24,7 +26,6 @@ from pool_yard import (
 )
 
 from kvfabric.fabric import wire
-from kvfabric.fabric.clock import SystemClock
 from kvfabric.fabric.errors import Closed, ConfigError, NamespaceMismatch, Unsupported
 from kvfabric.fabric.types import Reserved
 from kvfabric.tiers.pool.client import PoolClient
@@ -34,6 +35,15 @@ from kvfabric.tiers.pool.sweep import sweep
 pytestmark = pytest.mark.slow
 
 FAILURES = 'kvfabric_checksum_failures_total{path="host"}'
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """A yard whose first pool serves the tests that leave it in good health."""
+    yard = Yard()
+    yard.pool()
+    yield yard
+    yard.close()
 
 
 def test_a_flipped_bit_in_a_segment_is_a_miss_and_can_be_mended(yard) -> None:
@@ -50,14 +60,14 @@ def test_a_flipped_bit_in_a_segment_is_a_miss_and_can_be_mended(yard) -> None:
     pool.check()
 
 
-def test_a_client_that_is_wrong_about_corruption_drops_nothing(yard) -> None:
-    pool = yard.pool()
-    client = yard.client(pool)
+def test_a_client_that_is_wrong_about_corruption_drops_nothing(shared) -> None:
+    pool = shared.open[0]
+    client = shared.client(pool, tenant="wrong")
     store(client, 0, 8)
     got = client.load(keys(0, 8), lambda index, slot, summed: summed ^ 1)
     assert names(got) == {"MISS"}
     stats = pool.stats()
-    assert (stats["dropped"], stats[FAILURES], stats["ready"]) == (0, 0, 8)
+    assert (stats["dropped"], stats[FAILURES]) == (0, 0)
     assert names(load(client, 0, 8)) == {"HIT"}
 
 
@@ -165,8 +175,8 @@ def test_another_namespace_is_refused_with_its_field(yard) -> None:
         PoolClient.attach(pool.addresses.client, NAMESPACE, [wire.GroupGeometry(0, 16, 4096)])
     with pytest.raises(Unsupported, match="pipeline_parallel=2"):
         yard.client(pool, pipeline_parallel="2")
+    big = [wire.GroupGeometry(0, 16, 2 * SLOT_BYTES)]
     with pytest.raises(Unsupported, match=r"host\.slot_bytes"):
-        big = [wire.GroupGeometry(0, 16, 2 * SLOT_BYTES)]
         PoolClient.attach(pool.addresses.client, NAMESPACE, big)
     assert names(load(yard.client(pool, model="other"), 0, 1)) == {"MISS"}
 
@@ -198,9 +208,11 @@ def test_sweep_removes_what_a_killed_pool_left_and_nothing_else(yard) -> None:
     assert names(load(client, 0, 1)) == {"HIT"}
 
 
-def test_a_closed_client_says_so(yard) -> None:
-    pool = yard.pool()
-    client = yard.client(pool)
+def test_a_closed_client_says_so(shared) -> None:
+    pool = shared.open[0]
+    client = shared.client(pool, tenant="closed")
+    until(lambda: pool.stats()["pinned"] == 0)
+    owners = pool.stats()["owners"]
     client.close()
     client.close()
     calls = [
@@ -212,12 +224,12 @@ def test_a_closed_client_says_so(yard) -> None:
     for call in calls:
         with pytest.raises(Closed, match="the pool client is closed"):
             call()
-    until(lambda: pool.stats()["owners"] == 0)
+    until(lambda: pool.stats()["owners"] == owners - 1)
 
 
-def test_fill_that_fails_gives_all_slots_back(yard) -> None:
-    pool = yard.pool()
-    client = yard.client(pool)
+def test_fill_that_fails_gives_all_slots_back(shared) -> None:
+    pool = shared.open[0]
+    client = shared.client(pool, tenant="fill")
 
     def fill(index: int, slot: memoryview) -> int:
         if index == 3:
@@ -227,7 +239,7 @@ def test_fill_that_fails_gives_all_slots_back(yard) -> None:
 
     with pytest.raises(ZeroDivisionError):
         client.store(keys(0, 16), range(16), fill)
-    assert pool.stats()["free"] == 32
+    assert pool.stats()["writing"] == 0
     pool.check()
 
 
@@ -268,9 +280,9 @@ def attached_messages() -> list[wire.Message]:
     ]
 
 
-def test_garbage_is_counted_and_harmless(yard) -> None:
-    pool = yard.pool()
-    client = yard.client(pool)
+def test_garbage_is_counted_and_harmless(shared) -> None:
+    pool = shared.open[0]
+    client = shared.client(pool, tenant="garbage")
     store(client, 0, 4)
     context = zmq.Context()
     for address in (pool.addresses.client, pool.addresses.peer, pool.addresses.replay):
@@ -293,25 +305,4 @@ def test_garbage_is_counted_and_harmless(yard) -> None:
     assert stats.get('kvfabric_loop_errors_total{loop="pool"}', 0) == 0
     assert names(load(client, 0, 4)) == {"HIT"}
     pool.check()
-    assert cpu_share(pool) < 0.05
-
-
-def cpu_share(pool, over_s: float = 0.8) -> float:
-    """Return the share of a core that a pool uses."""
-
-    def ticks() -> int:
-        with open(f"/proc/{pool.pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-        return int(fields[11]) + int(fields[12])
-
-    clock = SystemClock()
-    begun, begun_s = ticks(), clock.now_s()
-    until(lambda: clock.now_s() - begun_s > over_s)
-    seconds = (ticks() - begun) / os.sysconf("SC_CLK_TCK")
-    return seconds / (clock.now_s() - begun_s)
-
-
-def test_an_idle_pool_uses_no_processor(yard) -> None:
-    pool = yard.pool()
-    store(yard.client(pool), 0, 4)
     assert cpu_share(pool) < 0.05

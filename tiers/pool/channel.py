@@ -12,6 +12,7 @@ Threading. Any thread may ask; they take turns.
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import IntEnum
@@ -79,9 +80,11 @@ class Channel:
         self._socket.connect(endpoint)
         self._request = 0
         self._epoch = 0
-        self._owed_slots: dict[SlotRef, None] = {}
+        self._memory = 0
+        """Counts the memories that were mapped: references mean nothing in another."""
+        self._owed_slots: deque[SlotRef] = deque()
         """Granted, and not to be written any more. No more than the pool has slots."""
-        self._owed_pins: list[SlotRef] = []
+        self._owed_pins: deque[SlotRef] = deque()
 
     def open(self, wait_s: float) -> Attached:
         """Attach. Raises `NamespaceMismatch`, `Unsupported` or `Unavailable`."""
@@ -106,9 +109,11 @@ class Channel:
         return reply
 
     def owe(self, refs: Sequence[SlotRef]) -> None:
-        """Slots that were reserved will not be written any more: say so when the pool answers."""
-        with self._turn:
-            self._owed_slots.update(dict.fromkeys(refs))
+        """Slots that were reserved will not be written any more: say so when the pool answers.
+
+        Does not wait for its turn.
+        """
+        self._owed_slots.extend(refs)
 
     def close(self) -> None:
         """Say goodbye. Safe to call twice."""
@@ -140,18 +145,22 @@ class Channel:
         self._epoch = envelope.epoch
         self._owed_pins.clear()
         if self._on_attached(reply) is Remapped.OTHER:
+            self._memory += 1
             self._owed_slots.clear()
         return reply
 
     def _pay_locked(self, deadline_s: float, wait_s: float) -> None:
-        slots, pins = list(self._owed_slots), list(self._owed_pins)
-        if slots:
-            self._ask_locked(Abort(*columns(slots)), deadline_s, wait_s)
-            for ref in slots:
-                self._owed_slots.pop(ref, None)
-        if pins:
-            self._exchange(Release(*columns(pins)), deadline_s, wait_s)
-            del self._owed_pins[: len(pins)]
+        for owed, message in ((self._owed_slots, Abort), (self._owed_pins, Release)):
+            refs = [owed.popleft() for _ in range(len(owed))]
+            if not refs:
+                continue
+            memory = self._memory
+            try:
+                self._ask_locked(message(*columns(refs)), deadline_s, wait_s)
+            except Unavailable:
+                if memory == self._memory:
+                    owed.extend(refs)
+                raise
 
     def _exchange(self, body: Message, deadline_s: float, wait_s: float) -> Envelope:
         """Send one message and return its answer."""
@@ -190,10 +199,7 @@ class Channel:
             return
         refs = references(reply.slots, reply.generations)
         held = [ref for ref, ours in zip(refs, granted, strict=True) if ours]
-        if isinstance(reply, PinReply):
-            self._owed_pins += held
-        else:
-            self._owed_slots.update(dict.fromkeys(held))
+        (self._owed_pins if isinstance(reply, PinReply) else self._owed_slots).extend(held)
 
     def _unavailable(self, wait_s: float) -> Unavailable:
         return Unavailable(

@@ -132,28 +132,49 @@ class _Terminated(Exception):
     """SIGTERM came."""
 
 
-def serve(values: Mapping[str, Any]) -> None:
+class _Answers:
+    """What the parent reads: standard output, which nobody else may write from now on.
+
+    UCX writes its errors there. They would garble the answers, and block the pool when the pipe is
+    full; they go to standard error.
+    """
+
+    def __init__(self) -> None:
+        self._pipe = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+
+    def say(self, values: Mapping[str, Any]) -> None:
+        """Write a line."""
+        self._pipe.write(json.dumps(values) + "\n")
+        self._pipe.flush()
+
+    def say_error(self, error: FabricError) -> None:
+        """Write an error as a line."""
+        self.say({"error": type(error).__name__, "args": error.args})
+
+
+def serve(values: Mapping[str, Any], answers: _Answers) -> None:
     """Run a pool until standard input closes or SIGTERM comes, then remove its files and exit."""
     signal.signal(signal.SIGTERM, _terminate)
     server = PoolServer(parse(PoolConfig, values), SystemClock())
     server.start()
     try:
-        _say(asdict(server.addresses))
+        answers.say(asdict(server.addresses))
         for line in sys.stdin:
-            _answer(server, line.strip())
+            _answer(server, line.strip(), answers)
     except _Terminated:
         pass
     finally:
         server.stop(unlink=True)
 
 
-def _answer(server: PoolServer, line: str) -> None:
+def _answer(server: PoolServer, line: str, answers: _Answers) -> None:
     try:
         if line == "check":
             server.check()
-        _say(server.stats() if line == "stats" else {})
+        answers.say(server.stats() if line == "stats" else {})
     except FabricError as error:
-        _say_error(error)
+        answers.say_error(error)
 
 
 def _terminate(_signal: int, _frame: object) -> None:
@@ -161,23 +182,16 @@ def _terminate(_signal: int, _frame: object) -> None:
     raise _Terminated
 
 
-def _say(values: Mapping[str, Any]) -> None:
-    print(json.dumps(values), flush=True)  # noqa: T201 (the parent reads it)
-
-
-def _say_error(error: FabricError) -> None:
-    _say({"error": type(error).__name__, "args": error.args})
-
-
 def main() -> None:
     """Read the configuration from the first line of standard input and serve it."""
     code = 0
+    answers = _Answers()
     try:
-        serve(json.loads(sys.stdin.readline()))
+        serve(json.loads(sys.stdin.readline()), answers)
     except _Terminated:
         code = 128 + signal.SIGTERM
     except FabricError as error:
-        _say_error(error)
+        answers.say_error(error)
         code = 2
     os._exit(code)  # a process that made a UCX agent does not survive an ordinary exit
 

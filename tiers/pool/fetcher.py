@@ -143,7 +143,7 @@ class Fetcher:
 
     def _decide(self, batch: Sequence[Wanted]) -> None:
         """Choose where each chunk comes from next, and begin."""
-        for namespace in {wanted.namespace for wanted in batch}:
+        for namespace in dict.fromkeys(wanted.namespace for wanted in batch):
             self._decide_here([w for w in batch if w.namespace == namespace], namespace)
 
     def _decide_here(self, batch: Sequence[Wanted], namespace: NamespaceId) -> None:

@@ -53,6 +53,8 @@ IDLE_POLL_MS = 200
 """The longest sleep of an idle server: the grain of its leases and heartbeats."""
 BUSY_POLL_MS = 1
 """Between looks at tiers and peers while something is under way."""
+DOOMED_POLL_MS = 20
+"""Between looks at reads that nobody waits for: from a source that stands still they never end."""
 VERIFY_THREADS = 2
 """For checksums of pulled chunks: one copies while two sum at 12 GB/s each."""
 CALL_S = 10.0
@@ -240,8 +242,9 @@ class PoolServer:
         self._flush()
 
     def _poll_ms(self) -> int:
-        if self.peering is not None and self.peering.busy:
-            return 0
+        reading = self.peering is not None and self.peering.busy
+        if reading:
+            return 0 if self.fetcher.busy else DOOMED_POLL_MS
         if self.fetcher.busy or (self.source is not None and self.source.has_grants):
             return BUSY_POLL_MS
         deadline_s = min(self.directory.next_deadline_s(), self.fetcher.fetches.next_deadline_s())

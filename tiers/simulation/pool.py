@@ -128,7 +128,7 @@ class SimPool:
         self.context = PoolContext(
             self.directory, self.memory, (process.pid, epoch), node.metrics, clock
         )
-        self.tier = SimTier(node.disk, process, clock, name="fs", quota_bytes=shape.tier_bytes)
+        self.tier = SimTier(node.disk, process, clock, name="sim", quota_bytes=shape.tier_bytes)
         transport = SimTransport(process, node.memory, self.segment)
         segments = (Segment(REGION_ADDRESS, self.segment.nbytes),)
         transport.register(segments)
