@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import ray
 import zmq
@@ -31,7 +31,7 @@ ROUTER_NAME = "kvfabric-router/{run}"
 INGEST_POLL_MS = 20
 """How long a request of a replica may wait while events are awaited."""
 FIND_POOLS_S = 5.0
-"""What a restarted router waits for pools to say where they are: as long as one takes to restart."""
+"""What a restarted router waits for pools to say where they are: longer than one's restart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,19 +126,20 @@ def find_pools(run: str, known: Iterable[PoolAddresses]) -> list[PoolAddresses]:
     after a restart.
     """
     prefix = POOL_NAME.format(run=run, node="")
-    named = ray.util.list_named_actors(all_namespaces=True)
+    # Ray's annotation is that of the call for one namespace: names only.
+    named = cast("list[dict[str, str]]", ray.util.list_named_actors(all_namespaces=True))
     asked = {
         one["name"].removeprefix(prefix): ray.get_actor(one["name"], one["namespace"])
         for one in named
         if one["name"].startswith(prefix)
     }
-    answers = {node: actor.addresses.remote() for node, actor in asked.items()}
-    answered: list[Any] = []
-    if answers:
-        answered, _ = ray.wait(
-            list(answers.values()), num_returns=len(answers), timeout=FIND_POOLS_S
-        )
+    answers: dict[str, ray.ObjectRef[PoolAddresses]] = {
+        node: actor.addresses.remote() for node, actor in asked.items()
+    }
     found = {pool.node: pool for pool in known if pool.node in answers}
+    if not answers:
+        return []
+    answered, _ = ray.wait(list(answers.values()), num_returns=len(answers), timeout=FIND_POOLS_S)
     for node, answer in answers.items():
         if answer in answered:
             try:

@@ -22,7 +22,7 @@ from ...fabric.types import ChunkKey, SourceRange
 from ..engines.reference import EngineSettings, Generated
 from ..fabric import Fabric
 from ..worker import WorkerActor
-from .crew import REQUEST_S, Crew, Lost, answered, hire
+from .crew import REQUEST_S, Crew, Lost, Worker, answered, hire
 from .options import DemoOptions
 from .planner import Planner
 from .tally import Served, Tally
@@ -48,17 +48,15 @@ class Player:
         decode = hire(fabric, settings, options.decode_nodes, options.decode_workers, "decode")
         self._prefillers = Crew(prefill, self._lock)
         self._decoders = Crew(decode, self._lock)
-        self._plain = WorkerActor.options(
+        self._plain: Worker = WorkerActor.options(
             label_selector=fabric.place(options.prefill_nodes[0])
         ).remote(settings, None)
         self._planner = Planner(fabric, settings, clock)
 
     def ready(self) -> None:
         """Wait until every model is built. Raises `Unavailable`."""
-        members = [*self._prefillers.members.values(), *self._decoders.members.values()]
-        everyone = [*(member.actor for member in members), self._plain]
         try:
-            ray.get([worker.ready.remote() for worker in everyone], timeout=REQUEST_S)
+            ray.get([worker.ready.remote() for worker in self._everyone()], timeout=REQUEST_S)
         except (GetTimeoutError, RayActorError) as error:
             raise Unavailable("a worker", REQUEST_S, f"See Ray's logs: {error}") from error
 
@@ -90,8 +88,7 @@ class Player:
 
     def close(self) -> None:
         """End the workers; the fabric stays."""
-        members = [*self._prefillers.members.values(), *self._decoders.members.values()]
-        for worker in (*(member.actor for member in members), self._plain):
+        for worker in self._everyone():
             ray.kill(worker)
 
     def __enter__(self) -> Self:
@@ -101,6 +98,10 @@ class Player:
     def __exit__(self, *_: object) -> None:
         self._planner.__exit__()
         self.close()
+
+    def _everyone(self) -> list[Worker]:
+        members = [*self._prefillers.members.values(), *self._decoders.members.values()]
+        return [*(member.actor for member in members), self._plain]
 
     def _serve(self, request: Request, prompt: Sequence[int]) -> Served:
         outputs = max(1, min(request.output_tokens, self.options.output_tokens_max))

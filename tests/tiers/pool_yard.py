@@ -67,12 +67,7 @@ class Child:
 
     def __init__(self, endpoint: str, timeout_s: float) -> None:
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                str(Path(__file__).parent / "pool_child.py"),
-                endpoint,
-                f"{timeout_s}",
-            ],
+            [sys.executable, str(Path(__file__).parent / "pool_child.py"), endpoint, f"{timeout_s}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

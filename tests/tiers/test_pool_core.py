@@ -424,3 +424,28 @@ def test_stats_are_numbers_by_name(clock) -> None:
     values = world.say(b"c", wire.StatsAsk()).values
     assert values["ready"] == 1
     assert values["memory_quota_bytes"] == 1 << 20
+
+
+def test_a_client_that_comes_back_under_another_identity_is_one_client(clock) -> None:
+    world = World(clock)
+    world.attach(b"c")
+    namespace = world.core.sessions[b"c"].namespace
+    got = world.say(b"c", wire.Reserve(namespace, [key(1)], [0]))
+    groups = [wire.GroupGeometry(0, 16, SLOT_BYTES)]
+    assert isinstance(world.say(b"c2", wire.Attach("c", 100, 5, FIELDS, groups)), wire.Attached)
+    assert set(world.core.sessions) == {b"c2"}
+    done = world.say(b"c2", wire.Commit(got.slots, got.generations, [9]))
+    assert done.statuses == [Committed.READY]
+
+
+def test_a_lease_that_ends_frees_nothing_that_a_live_process_might_write(clock) -> None:
+    world = World(clock, slots=2)
+    world.attach(b"c")
+    world.attach(b"d", pid=101)
+    namespace = world.core.sessions[b"c"].namespace
+    world.say(b"c", wire.Reserve(namespace, [key(1), key(2)], [0, 1]))
+    clock.advance_s(60.0)
+    world.turn()
+    world.attach(b"d", pid=101)
+    busy = world.say(b"d", wire.Reserve(namespace, [key(3)], [0]))
+    assert busy.statuses == [Reserved.BUSY]

@@ -37,9 +37,7 @@ def test_a_pool_killed_under_load_loses_no_committed_chunk(yard) -> None:
     child.tell("stop")
     while said[-1] != "ended":
         said.append(child.hear())
-    stored = [
-        n for line in (*said[:20], *after, *said[20:]) if line[0] == "stored" for n in line[1:]
-    ]
+    stored = [n for line in (*said[:20], *after, *said[20:]) if line[0] == "stored" for n in line[1:]]
     assert after[-1][0] == "stored"
     client = yard.client(pool)
     for n in range(0, len(stored), 64):

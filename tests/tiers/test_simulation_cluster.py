@@ -419,6 +419,12 @@ MUTANTS = {
         expire_keeps_pins,
         AssertionError,
     ),
+    "an engine throws late answers away": (
+        SimEngine,
+        "_give_back",
+        lambda engine, answer: None,
+        AssertionError,
+    ),
     "removals are not announced": (
         EventLog,
         "append",
