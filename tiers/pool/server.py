@@ -248,9 +248,8 @@ class PoolServer:
         if self.fetcher.busy or (self.source is not None and self.source.has_grants):
             return BUSY_POLL_MS
         deadline_s = min(self.directory.next_deadline_s(), self.fetcher.fetches.next_deadline_s())
-        if deadline_s == float("inf"):
-            return IDLE_POLL_MS
-        return max(0, min(IDLE_POLL_MS, int((deadline_s - self.clock.now_s()) * 1000) + 1))
+        left_ms = (deadline_s - self.clock.now_s()) * 1000  # infinite, too, and on either side
+        return int(max(0, min(IDLE_POLL_MS, left_ms + 1)))
 
     def _on_peer(self, identity: bytes, frame: bytes) -> None:
         try:
