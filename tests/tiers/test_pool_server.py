@@ -1,9 +1,13 @@
 """The pool's server in this process: what its one thread survives, and what callers are told."""
 
 
+import os
+import threading
+
 import pytest
 from pool_yard import CLOCK
 
+from kvfabric.fabric.errors import Closed, Unavailable
 from kvfabric.tiers.pool import server as server_module
 from kvfabric.tiers.pool.process import this_process
 from kvfabric.tiers.pool.server import PoolServer
@@ -31,3 +35,21 @@ def test_a_lease_that_ends_after_the_tick_does_not_stop_the_loop(server) -> None
     on_its_thread(server, end_a_lease)
     assert server.stats()["lapses"] == 1
     assert server.stats().get('kvfabric_loop_errors_total{loop="pool"}', 0) == 0
+
+
+def test_a_stopped_server_says_so_and_touches_no_descriptor(server) -> None:
+    server.stop(unlink=True)
+    reading, writing = os.pipe()  # may have the number that the server's pipe had
+    for call in (server.stats, server.metrics, server.check):
+        with pytest.raises(Closed):
+            call()
+    os.close(writing)
+    assert os.read(reading, 1) == b""
+    os.close(reading)
+
+
+def test_a_call_that_takes_too_long_is_unavailable(server) -> None:
+    may_end = threading.Event()
+    with pytest.raises(Unavailable):
+        on_its_thread(server, may_end.wait)
+    may_end.set()
