@@ -20,7 +20,7 @@ from ...fabric.clock import Clock
 from ...fabric.errors import Unavailable
 from ...fabric.types import ChunkKey, SourceRange
 from ..engines.reference import EngineSettings, Generated
-from ..fabric import Fabric
+from ..fabric import Fabric, end_actor
 from ..worker import WorkerActor
 from .crew import REQUEST_S, Crew, Lost, Worker, answered, hire
 from .options import DemoOptions
@@ -89,7 +89,7 @@ class Player:
     def close(self) -> None:
         """End the workers; the fabric stays."""
         for worker in self._everyone():
-            ray.kill(worker)
+            end_actor(worker)
 
     def __enter__(self) -> Self:
         self._planner.__enter__()
