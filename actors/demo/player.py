@@ -129,12 +129,11 @@ class Player:
             with self._lock:
                 crew = self._crew(self._prefillers)
                 plan = self._planner.plan(keys, len(prompt), crew.candidates())
-            try:
-                done = crew.ask(plan.worker, prompt, 1, plan.sources)
-            finally:
-                self._planner.settle(plan)
+            done = crew.ask(plan.worker, prompt, 1, plan.sources)
             if isinstance(done, Generated):
+                self._planner.settle(plan)
                 return done, plan.node, tried
+            self._planner.cancel(plan)
             self._note(done)
         raise Unavailable("every prefill worker", REQUEST_S, "See Ray's logs.")
 

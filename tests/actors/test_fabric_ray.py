@@ -143,7 +143,7 @@ def test_a_bad_config_is_raised_as_what_it_is_and_leaves_nothing(cluster, until)
         Fabric.start([config(run, A), config(run, B, region_bytes=1 << 46)])
     assert type(caught.value) is ConfigError
     assert caught.value.field == "host.region_bytes"
-    assert str(1 << 46)[:4] in caught.value.problem
+    assert "the machine has" in caught.value.problem
     assert caught.value.remedy
     assert CLOCK.now_s() - begun_s < 20
     named = ray.util.list_named_actors(all_namespaces=True)
@@ -226,7 +226,7 @@ def test_replicas_decide_while_the_router_is_away_and_agree_after(fabric, until)
 
         def sources():
             plan = planner.plan(prompt_keys, len(prompt), workers)
-            planner.settle(plan)
+            planner.cancel(plan)
             return plan.sources
 
         def store(count):
@@ -289,7 +289,7 @@ class CountingShell(WorkerShell):
     def planted(self):
         with counting() as calls:
             ray.get(ray.put(1))
-            ray.wait([ray.remote(int).remote()])
+            ray.wait([ray.remote(lambda: 1).remote()])
         return dict(calls)
 
 
@@ -325,8 +325,12 @@ def test_no_ray_call_on_a_requests_path(cluster, tmp_path, until):
         pull = (SourceRange(B, fabric.addresses(B).peer, 0, 6),)
         assert generate(A, first) == {}
         assert generate(A, first) == {"host": 96}
-        assert generate(A, second) == {}
-        until(lambda: generate(A, first).get("fs", 0) > 0, 20, "chunks come from files")
+
+        def from_files():
+            generate(A, second)
+            return generate(A, first).get("fs", 0)
+
+        until(from_files, 20, "chunks come from files")
         third = [3] * 100
         assert generate(B, third) == {}
         assert generate(A, third, pull) == {"peer": 96}
