@@ -9,6 +9,7 @@ Exit codes: 0; 1 if any token differs; 2 for input or a cluster that cannot be u
 """
 
 import argparse
+import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,6 @@ from pathlib import Path
 import ray
 from rich.console import Console
 
-import kvfabric
 from kvfabric.actors.demo.options import DemoOptions, longest_request
 from kvfabric.actors.demo.player import Player
 from kvfabric.actors.demo.tally import Tally
@@ -70,9 +70,9 @@ def play(args: argparse.Namespace, console: Console) -> Tally:
     pools = options.pools(args.run, settings, args.files, listen_addresses(nodes))
     fabric = Fabric.start(pools)
     try:
-        package = Path(kvfabric.__file__).parent
         verb = "joined" if fabric.joined else "started"
-        console.print(f"{verb} the fabric {args.run!r} with {package}", soft_wrap=True)
+        code = Path(inspect.getfile(Fabric)).parent
+        console.print(f"{verb} the fabric {args.run!r}; its code: {code}", soft_wrap=True)
         for node, role in options.roles().items():
             console.print(f"  {node}: {role}")
         with Player(options, settings, fabric, SystemClock()) as player:

@@ -58,7 +58,8 @@ class Player:
         try:
             ray.get([worker.ready.remote() for worker in self._everyone()], timeout=REQUEST_S)
         except (GetTimeoutError, RayActorError) as error:
-            raise Unavailable("a worker", REQUEST_S, f"See Ray's logs: {error}") from error
+            remedy = f"See Ray's logs, and whether the nodes have free CPUs for it: {error}"
+            raise Unavailable("a worker", REQUEST_S, remedy) from error
 
     def play(self, strikes: Sequence[Strike] = ()) -> Tally:
         """Play all requests and return what came of them."""
