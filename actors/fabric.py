@@ -55,7 +55,7 @@ class Fabric:
 
     def __init__(self, configs: Sequence[PoolConfig]) -> None:
         self._config = {config.node: config for config in configs}
-        self._run = configs[0].run
+        self.run = configs[0].run
         self._pools: dict[str, RunningPool] = {}
         self._router: ActorProxy[RouterShell] | None = None
         self._joined_router = False
@@ -83,16 +83,14 @@ class Fabric:
         alive = [node for node in fabric_nodes(ray.nodes()) if node.name in self._config]
         plan = plan_pools(alive, [pool.node for pool in self._pools.values()])
         for node in plan.remove:
-            _end(self._pools.pop(node.name).actor)
+            end_actor(self._pools.pop(node.name).actor)
         for node in plan.add:
             self._pools[node.name] = self._start_pool(node)
         try:
             addresses = [self.addresses(node.name) for node in plan.add]
         except FabricError:
-            for node in plan.add:
-                pool = self._pools.pop(node.name)
-                if not pool.joined:
-                    _end(pool.actor)
+            added = [self._pools.pop(node.name) for node in plan.add]
+            self._stop([pool for pool in added if not pool.joined])
             raise
         if self._router is not None and (addresses or plan.remove):
             gone = [node.name for node in plan.remove]
@@ -124,13 +122,13 @@ class Fabric:
     def router(self) -> RouterAddresses:
         """Start the router if it does not run yet, and say where replicas read from it."""
         if self._router is None:
-            name = ROUTER_NAME.format(run=self._run)
+            name = ROUTER_NAME.format(run=self.run)
             self._joined_router = _exists(name)
             nodes = [pool.node for pool in self._pools.values()]
             loopback = set(listen_addresses(nodes).values()) == {"127.0.0.1"}
             self._router = RouterActor.options(
                 name=name, namespace=NAMESPACE, lifetime="detached", get_if_exists=True
-            ).remote(self._run, [self.addresses(node) for node in self.nodes], loopback=loopback)
+            ).remote(self.run, [self.addresses(node) for node in self.nodes], loopback=loopback)
         return _answer(self._router.addresses.remote(), "the router")
 
     def router_actor(self) -> ActorProxy[RouterShell]:
@@ -151,7 +149,7 @@ class Fabric:
         self._shutdown(started_only=False)
 
     def _start_pool(self, node: FabricNode) -> RunningPool:
-        name = POOL_NAME.format(run=self._run, node=node.name)
+        name = POOL_NAME.format(run=self.run, node=node.name)
         joined = _exists(name)
         actor = PoolActor.options(
             name=name,
@@ -164,27 +162,31 @@ class Fabric:
 
     def _shutdown(self, *, started_only: bool) -> None:
         if self._router is not None and not (started_only and self._joined_router):
-            _end(self._router)
+            end_actor(self._router)
         self._router = None
         pools = [p for p in self._pools.values() if not (started_only and p.joined)]
         self._pools.clear()
+        self._stop(pools)
+
+    def _stop(self, pools: Sequence[RunningPool]) -> None:
+        """End pools, and remove the files of those whose node is alive."""
         alive = set(fabric_nodes(ray.nodes())) if pools else set[FabricNode]()
         asked = [(pool, pool.actor.shutdown.remote()) for pool in pools if pool.node in alive]
         for pool, answer in asked:
             try:
                 ray.get(answer, timeout=SHUTDOWN_S)
             except (RayActorError, RayTaskError, GetTimeoutError):
-                _end(pool.actor)
+                end_actor(pool.actor)
                 self._sweep(pool.node)
         for pool in pools:
-            _end(pool.actor)
+            end_actor(pool.actor)
 
     def _sweep(self, node: FabricNode) -> None:
         """Remove what a pool left that had to be killed; without its node nobody can."""
         directory = self._config[node.name].host.directory
         with contextlib.suppress(RayTaskError, GetTimeoutError):
             sweeper = SweepTask.options(label_selector=node.selector)
-            ray.get(sweeper.remote(directory, self._run), timeout=2 * SWEEP_S)
+            ray.get(sweeper.remote(directory, self.run), timeout=2 * SWEEP_S)
 
 
 def sweep_until_gone(directory: str, run: str) -> None:
@@ -220,7 +222,7 @@ def _exists(name: str) -> bool:
     return True
 
 
-def _end(actor: Any) -> None:
+def end_actor(actor: Any) -> None:
     """End an actor for good; it may be dead already."""
     with contextlib.suppress(ValueError):
         ray.kill(actor, no_restart=True)

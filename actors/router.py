@@ -45,7 +45,7 @@ class RouterAddresses:
 class RouterShell:
     """One per fabric. Started again when it dies; the pools' snapshots then tell it everything.
 
-    It then asks Ray which pools there are, since the arguments of its constructor may be outdated.
+    It asks Ray which pools there are: the arguments of its constructor are those of its first life.
     """
 
     def __init__(self, run: str, pools: Sequence[PoolAddresses], *, loopback: bool = True) -> None:
@@ -60,9 +60,7 @@ class RouterShell:
         self._ingest = Ingest(context, self._authority, self._clock)
         self._lock = threading.Lock()
         self._pools: dict[str, PoolAddresses] = {}
-        if ray.get_runtime_context().was_current_actor_reconstructed:
-            pools = find_pools(run, pools)
-        for pool in pools:
+        for pool in find_pools(run, pools):
             self._add(pool)
         threading.Thread(target=self._run, name="kvfabric-router", daemon=True).start()
 

@@ -103,6 +103,8 @@ class DemoOptions:
 
     def settings(self, longest: int) -> EngineSettings:
         """Return what every worker needs to hold the longest request."""
+        if longest == 0:
+            raise ConfigError("trace", f"{self.trace} has no requests", "Name another file")
         rounded = -(-longest // self.chunk_tokens) * self.chunk_tokens
         model = ModelConfig(max_len=rounded, seed=self.seed)
         blocks = 2 * rounded // self.block_tokens

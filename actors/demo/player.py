@@ -20,7 +20,7 @@ from ...fabric.clock import Clock
 from ...fabric.errors import Unavailable
 from ...fabric.types import ChunkKey, SourceRange
 from ..engines.reference import EngineSettings, Generated
-from ..fabric import Fabric
+from ..fabric import Fabric, end_actor
 from ..worker import WorkerActor
 from .crew import REQUEST_S, Crew, Lost, Worker, answered, hire
 from .options import DemoOptions
@@ -58,7 +58,8 @@ class Player:
         try:
             ray.get([worker.ready.remote() for worker in self._everyone()], timeout=REQUEST_S)
         except (GetTimeoutError, RayActorError) as error:
-            raise Unavailable("a worker", REQUEST_S, f"See Ray's logs: {error}") from error
+            remedy = f"See Ray's logs, and whether the nodes have free CPUs for it: {error}"
+            raise Unavailable("a worker", REQUEST_S, remedy) from error
 
     def play(self, strikes: Sequence[Strike] = ()) -> Tally:
         """Play all requests and return what came of them."""
@@ -89,7 +90,7 @@ class Player:
     def close(self) -> None:
         """End the workers; the fabric stays."""
         for worker in self._everyone():
-            ray.kill(worker)
+            end_actor(worker)
 
     def __enter__(self) -> Self:
         self._planner.__enter__()
@@ -129,12 +130,11 @@ class Player:
             with self._lock:
                 crew = self._crew(self._prefillers)
                 plan = self._planner.plan(keys, len(prompt), crew.candidates())
-            try:
-                done = crew.ask(plan.worker, prompt, 1, plan.sources)
-            finally:
-                self._planner.settle(plan)
+            done = crew.ask(plan.worker, prompt, 1, plan.sources)
             if isinstance(done, Generated):
+                self._planner.settle(plan)
                 return done, plan.node, tried
+            self._planner.cancel(plan)
             self._note(done)
         raise Unavailable("every prefill worker", REQUEST_S, "See Ray's logs.")
 
