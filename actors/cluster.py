@@ -12,10 +12,9 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
+from .nodes import NODE_LABEL
 from .quiet import quiet_ray
 
-NODE_LABEL = "kvfabric/node"
-"""The label that says which of the fabric's nodes a raylet is."""
 OBJECT_STORE_BYTES = 80 << 20
 """Ray's minimum is about 75 MB; no KV goes through the object store."""
 CPUS_PER_NODE = 8

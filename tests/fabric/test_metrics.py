@@ -76,8 +76,8 @@ def test_values_and_exposition_agree() -> None:
     recorder.count("kvfabric_tier_jobs_total", tier="disk", kind="load", outcome="done")
     values = recorder.values()
     assert values['kvfabric_stored_bytes_total{path="fs"}'] == 8192
-    assert values['kvfabric_stored_bytes_total{path="host"}'] == 0
     assert values['kvfabric_pool_slots{state="ready"}'] == 7
+    assert values['kvfabric_pool_slots{state="free"}'] == 0
     assert values['kvfabric_pull_seconds_bucket{le="0.01"}'] == 0
     assert values['kvfabric_pull_seconds_bucket{le="0.02"}'] == 1
     assert values['kvfabric_tier_jobs_total{kind="load",outcome="done",tier="disk"}'] == 1

@@ -41,6 +41,9 @@ from ...fabric.wire import (
 
 PROBE_S = 0.2
 """An answer that takes longer has a slow tier or peer, or a dead pool, behind it."""
+SILENT_WAIT_S = 0.2
+"""For an answer of a pool that has just kept somebody waiting in vain: a dead pool costs an engine
+one whole deadline, and not one for each request."""
 RECONNECT_MS = 20
 RECONNECT_MAX_MS = 200
 """A pool that restarts is back within a second: to look five times a second costs nothing."""
@@ -80,6 +83,8 @@ class Channel:
         self._socket.connect(endpoint)
         self._request = 0
         self._epoch = 0
+        self._silent = False
+        """Whether the last question got no answer, and nothing was heard since."""
         self._memory = 0
         """Counts the memories that were mapped: references mean nothing in another."""
         self._owed_slots: deque[SlotRef] = deque()
@@ -93,6 +98,8 @@ class Channel:
 
     def ask(self, body: Message, wait_s: float) -> Message:
         """Return the answer. Raises `Unavailable`, `Unsupported` if refused, or `Closed`."""
+        if self._silent:
+            wait_s = min(wait_s, SILENT_WAIT_S)
         deadline_s = self._clock.now_s() + wait_s
         if not self._turn.acquire(timeout=wait_s):
             raise self._unavailable(wait_s)
@@ -172,10 +179,12 @@ class Channel:
                     probed = self._send(Renew(), wait_s)
                 continue
             envelope = decode(self._socket.recv())
+            self._silent = False
             lost = probed == envelope.request and isinstance(envelope.body, Stale)
             if envelope.request in (asked, 0) or lost:
                 return envelope
             self._take_late(envelope)
+        self._silent = True
         raise self._unavailable(wait_s)
 
     def _send(self, body: Message, wait_s: float) -> int:
