@@ -29,6 +29,8 @@ from .pool import POOL_NAME, PoolActor, PoolShell
 from .router import ROUTER_NAME, RouterActor, RouterAddresses, RouterShell
 
 NAMESPACE = "kvfabric"
+KEEPER_NAME = "kvfabric-keeper-{run}"
+"""The actor of `keeper`, if somebody started it."""
 START_S = 60.0
 """A pool reserves its region's pages at start: about a second for each 2 GB."""
 SHUTDOWN_S = 15.0
@@ -53,20 +55,22 @@ class RunningPool:
 class Fabric:
     """A running fabric. Make it with `start`; end it with `shutdown`."""
 
-    def __init__(self, configs: Sequence[PoolConfig]) -> None:
+    def __init__(self, configs: Sequence[PoolConfig], template: PoolConfig | None = None) -> None:
         self._config = {config.node: config for config in configs}
+        self._template = template
         self.run = configs[0].run
         self._pools: dict[str, RunningPool] = {}
         self._router: ActorProxy[RouterShell] | None = None
         self._joined_router = False
 
     @classmethod
-    def start(cls, configs: Sequence[PoolConfig]) -> "Fabric":
+    def start(cls, configs: Sequence[PoolConfig], template: PoolConfig | None = None) -> "Fabric":
         """Start a pool per node and the router, or join those that run already.
 
+        With a `template`, nodes that no configuration names get a pool made after it.
         Raises `Unavailable`, or what a pool's constructor raises, and leaves nothing of its own.
         """
-        fabric = cls(configs)
+        fabric = cls(configs, template)
         try:
             fabric.reconcile()
             fabric.router()
@@ -80,7 +84,9 @@ class Fabric:
 
         Raises what `start` raises, and then leaves the nodes that were to be added without a pool.
         """
-        alive = [node for node in fabric_nodes(ray.nodes()) if node.name in self._config]
+        alive = fabric_nodes(ray.nodes())
+        self._configure(alive)
+        alive = [node for node in alive if node.name in self._config]
         plan = plan_pools(alive, [pool.node for pool in self._pools.values()])
         for node in plan.remove:
             end_actor(self._pools.pop(node.name).actor)
@@ -145,8 +151,28 @@ class Fabric:
         return stats
 
     def shutdown(self) -> None:
-        """End the router and the pools and remove their files. Safe to call twice."""
+        """End keeper, router and pools and remove their files. Safe to call twice."""
+        with contextlib.suppress(ValueError):
+            end_actor(ray.get_actor(KEEPER_NAME.format(run=self.run), namespace=NAMESPACE))
         self._shutdown(started_only=False)
+
+    def _configure(self, nodes: Sequence[FabricNode]) -> None:
+        """Give nodes that no configuration names one after the template."""
+        if self._template is None:
+            return
+        for name, address in listen_addresses(nodes).items():
+            if name not in self._config:
+                listen = f"tcp://{address}:*"
+                template = self._template
+                self._config[name] = template.model_copy(
+                    update={
+                        "node": name,
+                        "peers": template.peers.model_copy(update={"listen": listen}),
+                        "events": template.events.model_copy(
+                            update={"publish": listen, "replay": listen}
+                        ),
+                    }
+                )
 
     def _start_pool(self, node: FabricNode) -> RunningPool:
         name = POOL_NAME.format(run=self.run, node=node.name)

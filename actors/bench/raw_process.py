@@ -1,8 +1,8 @@
 """The two processes of `raw_nixl`: the role is the first argument, then chunks and their bytes.
 
 The target maps and registers memory, prints its metadata and address, and serves until its input
-closes. The reader reads those two from its first input line and then does one READ of everything for
-each further line, printing the seconds that it took.
+closes. The reader reads those two from its first input line and then does one READ of everything
+for each further line, printing the seconds that it took.
 """
 
 import mmap

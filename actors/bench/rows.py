@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from ...fabric.clock import Clock
 
@@ -63,7 +63,7 @@ def show(rows: Sequence[Row], console: Console, *, as_json: bool) -> None:
         for row in rows:
             console.out(json.dumps(asdict(row)), highlight=False)
         return
-    table = Table("bench", "metric", "value", "unit", "ratio", "reference")
+    table = Table("bench", Column("metric", no_wrap=True), "value", "unit", "ratio", "reference")
     for row in rows:
         ratio = "reference not here" if row.ratio is None else f"{row.ratio:.2f}"
         if row.reference == "none":

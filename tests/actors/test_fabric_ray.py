@@ -20,6 +20,7 @@ from kvfabric.actors.cluster import CPUS_PER_NODE, OBJECT_STORE_BYTES, local_clu
 from kvfabric.actors.demo.planner import Planner
 from kvfabric.actors.engines.reference import EngineSettings
 from kvfabric.actors.fabric import Fabric
+from kvfabric.actors.keeper import keep
 from kvfabric.actors.nodes import NODE_LABEL
 from kvfabric.actors.pool import PoolActor
 from kvfabric.actors.worker import WorkerActor, WorkerShell
@@ -369,7 +370,10 @@ def test_a_dead_node_is_a_miss_then_dropped_and_welcome_again(cluster, fabric, u
             waited_s = CLOCK.now_s() - begun_s
         assert Lookup.HIT not in statuses
         assert waited_s < 2.0
-    until(lambda: fabric.reconcile().remove, 20, "Ray says that the node is dead")
+    # Found by its name from now on, as by an engine that knows nothing but the run.
+    keeper = keep([config(fabric.run, A)], template=config(fabric.run, "template"))
+    until(lambda: ray.get(keeper.nodes.remote()) == (A,), 20, "the keeper knows that B is dead")
+    fabric.reconcile()
     assert fabric.nodes == (A,)
     assert set(ray.get(fabric.router_actor().holdings.remote())) == {A}
     cluster.raylets[B] = cluster.cluster.add_node(
@@ -378,7 +382,8 @@ def test_a_dead_node_is_a_miss_then_dropped_and_welcome_again(cluster, fabric, u
         labels={NODE_LABEL: B},
         object_store_memory=OBJECT_STORE_BYTES,
     )
-    until(lambda: fabric.reconcile().add, 20, "the new node gets a pool")
+    until(lambda: ray.get(keeper.nodes.remote()) == (A, B), 20, "the new node gets a pool")
+    until(lambda: fabric.reconcile().add, 20, "and everybody finds it")
     assert fabric.nodes == (A, B)
     with attach(fabric, B) as there:
         assert load(there, 900, 4) == ((Lookup.HIT,) * 4, [True] * 4)
