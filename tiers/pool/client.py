@@ -112,8 +112,7 @@ class PoolClient:
         self.node = ""
         self.namespace_id = NamespaceId(b"")
         self._closed = threading.Event()
-        self._region: RegionView | None = None
-        self._reader: TableReader | None = None
+        self._memory: tuple[RegionView, TableReader] | None = None
         attach = Attach(self.client, *this_process(), namespace.fields(), list(groups))
         self._channel = Channel(endpoint, attach, self._on_attached, clock or SystemClock())
         try:
@@ -147,8 +146,16 @@ class PoolClient:
         return self._mapped()[1].lookup(self.namespace_id, keys)
 
     def view(self, ref: SlotRef, length: int) -> memoryview:
-        """Return the bytes of a slot that this client has reserved or pinned."""
-        return self._mapped()[0].view(ref.slot, length)
+        """Return the bytes of a slot that this client has reserved or pinned.
+
+        Raises `Closed` for a reference that is over: the slot, or the memory itself if the pool
+        began anew, belongs to others now. A view that was made before stays with its memory.
+        """
+        region, reader = self._mapped()
+        view = region.view(ref.slot, length)
+        if reader.generation(ref.slot) != ref.generation:
+            raise Closed(f"slot {ref.slot} of generation {ref.generation}")
+        return view
 
     def reserve(
         self, keys: Sequence[ChunkKey], depths: Sequence[int]
@@ -298,9 +305,8 @@ class PoolClient:
         self._renewer.join()
         self.copier.close()
         self._channel.close()
-        self._reader = None
-        if self._region is not None:
-            self._region.close()
+        if self._memory is not None:
+            self._memory[0].close()
 
     def __enter__(self) -> Self:
         return self
@@ -318,25 +324,24 @@ class PoolClient:
         return group.chunk_bytes
 
     def _mapped(self) -> tuple[RegionView, TableReader]:
-        region, reader = self._region, self._reader
-        if region is None or reader is None or self._closed.is_set():
+        memory = self._memory
+        if memory is None or self._closed.is_set():
             raise Closed("the pool client")
-        return region, reader
+        return memory
 
     def _on_attached(self, reply: Attached) -> Remapped:
         """Know the pool, and map its memory if it is not the one that is mapped."""
         self.node = reply.node
         self.namespace_id = NamespaceId(reply.namespace_id)
-        known = self._region
+        known = self._memory
         try:
-            if known is not None and known.is_at(reply.control_path):
+            if known is not None and known[0].is_at(reply.control_path):
                 return Remapped.SAME
             region = RegionView.attach(reply.control_path, reply.segment_paths)
         except OSError as error:
             raise Unavailable(f"the region of node {reply.node}", 0.0, str(error)) from error
-        self._region, self._reader = region, TableReader(region.control)
-        if known is not None:
-            known.close()
+        # The memory known before is unmapped when the last thread that looks at it lets go.
+        self._memory = region, TableReader(region.control)
         return Remapped.OTHER
 
     def _ask(self, body: Message, expected: type[R], timeout_s: float | None = None) -> R:
