@@ -101,7 +101,6 @@ class ClientCore:
             Drop: self._drop,
             Renew: self._renew,
             StatsAsk: self._stats,
-            Detach: self._detach,
         }
 
     def on_frame(self, identity: bytes, frame: bytes | memoryview) -> None:
@@ -155,6 +154,10 @@ class ClientCore:
         if isinstance(body, Attach):
             return self._attach(identity, body)
         session = self.sessions.get(identity)
+        if session is not None and isinstance(body, Detach):
+            # Of any epoch: who was answered too late to know this one may be leaving.
+            self._forget(identity, session)
+            return Ok()
         if session is None or envelope.epoch != self.epoch:
             return Stale()
         handler = self._handlers.get(type(body))
@@ -206,6 +209,8 @@ class ClientCore:
 
     def _reserve(self, session: Session, _request: int, body: Body) -> Body | None:
         assert isinstance(body, Reserve)
+        if body.namespace_id != session.namespace:
+            return _other_namespace(session, body.namespace_id)
         keys = _keys(body.keys, len(body.depths))
         lengths = [self._length(session.namespace, key) for key in keys]
         got = self.directory.reserve(
@@ -245,6 +250,8 @@ class ClientCore:
 
     def _pin(self, session: Session, request: int, body: Body) -> Body | None:
         assert isinstance(body, Pin)
+        if body.namespace_id != session.namespace:
+            return _other_namespace(session, body.namespace_id)
         if isnan(body.wait_s):
             raise Malformed("pin", "wait_s is not a number")
         reply = self.fetcher.pin(session, request, _keys(body.keys), body.wait_s, body.sources)
@@ -288,9 +295,9 @@ class ClientCore:
     def _stats(self, _session: Session, _request: int, _body: Body) -> Body | None:
         return StatsReply(self.fetcher.stats())
 
-    def _detach(self, session: Session, _request: int, _body: Body) -> Body | None:
-        self._forget(session.identity, session)
-        return Ok()
+
+def _other_namespace(session: Session, theirs: bytes) -> Refused:
+    return Refused("namespace_id", session.namespace.hex(), theirs.hex())
 
 
 def _keys(keys: Sequence[bytes], expected: int | None = None) -> list[ChunkKey]:
