@@ -232,4 +232,4 @@ def columns(refs: Sequence[SlotRef]) -> tuple[list[int], list[int]]:
 
 def references(slots: Sequence[int], generations: Sequence[int]) -> list[SlotRef]:
     """Return what two columns name."""
-    return [SlotRef(*pair) for pair in zip(slots, generations, strict=True)]
+    return list(map(SlotRef, slots, generations))

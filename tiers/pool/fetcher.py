@@ -34,6 +34,7 @@ from .fetch import (
 )
 from .pulls import PullDone, Pulls
 from .sessions import Session
+from .values import Pinned
 
 WAIT_S_MAX = 30.0
 """The longest that a client may ask the pool to wait; it has recomputed by then."""
@@ -97,12 +98,12 @@ class Fetcher:
         named = _sources_of(len(keys), sources)
         now_s = self.clock.now_s()
         pinned = self.directory.pin(session.client, session.namespace, keys, now_s)
+        if wait_s <= 0 or all(one.status is Lookup.HIT for one in pinned):
+            return _reply_at_once(pinned)
         entries = [
             Entry(one.status, one.chunk if one.status is Lookup.HIT else NO_CHUNK, "host")
             for one in pinned
         ]
-        if wait_s <= 0 or all(entry.status is Lookup.HIT for entry in entries):
-            return _reply(entries)
         if len(self.fetches.waiters) >= WAITERS_MAX:
             for entry in entries:
                 entry.status = entry.status if entry.status is Lookup.HIT else Lookup.BUSY
@@ -245,9 +246,10 @@ class Fetcher:
         views = tuple(self.memory.view(c.slot.slot, c.length_bytes) for c in chunks)
         return chunks, views
 
-    def cascade(self, namespace: NamespaceId, committed: Sequence[Chunk]) -> None:
+    def cascade(self, namespace: NamespaceId, refs: Sequence[SlotRef]) -> None:
         """Copy chunks that a client has just committed to every tier that lacks them."""
         now_s = self.clock.now_s()
+        committed = [chunk for ref in refs if (chunk := self.directory.chunk(ref)) is not None]
         keys = [chunk.key for chunk in committed]
         moved = sum(chunk.length_bytes for chunk in committed)
         self.recorder.count("kvfabric_stored_bytes_total", moved, path="host")
@@ -430,6 +432,18 @@ def _sources_of(count: int, sources: Sequence[SourceRangeWire]) -> list[list[Sou
         for chosen in of[start:end] if start < end else ():
             chosen.append(source)
     return of
+
+
+def _reply_at_once(pinned: Sequence[Pinned]) -> PinReply:
+    """Return the answer to a request for which nothing is fetched."""
+    chunks = [one.chunk for one in pinned]
+    return PinReply(
+        [one.status for one in pinned],
+        [chunk.slot.slot for chunk in chunks],
+        [chunk.slot.generation for chunk in chunks],
+        [chunk.checksum for chunk in chunks],
+        ["host" if one.status is Lookup.HIT else "" for one in pinned],
+    )
 
 
 def _reply(entries: Sequence[Entry]) -> PinReply:

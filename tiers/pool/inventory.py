@@ -72,7 +72,7 @@ class Inventory:
             self._table.set_state(slot, SlotState.FREE if entry is None else entry.state)
         for entry in found.ready:
             self._list(entry)
-            self._lru.touch((entry,))
+            self._lru.add(entry)
             self._changes.append(Change(entry.namespace, entry.key, stored=True))
         self.quarantined = len(found.quarantined)
         self._free = [s for s in _descending(self._table.slot_count) if self._entries[s] is None]
@@ -114,7 +114,7 @@ class Inventory:
         self._table.publish(entry.slot, checksum)
         self.writing -= 1
         self.stored += 1
-        self._lru.touch((entry,))
+        self._lru.add(entry)
         self._changes.append(Change(entry.namespace, entry.key, stored=True))
 
     def touch(self, batch: list[SlotEntry]) -> None:
