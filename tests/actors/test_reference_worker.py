@@ -12,7 +12,9 @@ from kvfabric.kernels.reference.config import ModelConfig
 from kvfabric.tiers.pool.client import PoolClient
 from kvfabric.tiers.pool.server import PoolServer
 
-MODEL = ModelConfig(layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, mlp_hidden=16, max_len=200)
+MODEL = ModelConfig(
+    layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, mlp_hidden=16, max_len=200
+)
 SETTINGS = EngineSettings(MODEL, chunk_tokens=16, block_tokens=8, num_blocks=32)
 PROMPT = list(range(1, 71))
 
