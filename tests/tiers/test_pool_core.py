@@ -313,3 +313,34 @@ def test_a_lease_that_ends_frees_nothing_that_a_live_process_might_write(clock) 
     world.attach(b"d", pid=101)
     busy = world.say(b"d", wire.Reserve(namespace, [key(3)], [0]))
     assert busy.statuses == [Reserved.BUSY]
+
+
+class StuckTier(MemoryTier):
+    """A disk that stands still: jobs are taken and do not end."""
+
+    def get_finished_jobs(self):
+        return ()
+
+
+def test_stores_that_wait_for_a_slow_tier_leave_room_for_new_chunks(clock) -> None:
+    world = World(clock, slots=8, tiers=[StuckTier(1 << 20, clock)])
+    world.attach(b"c")
+    for n in range(0, 40, 2):
+        assert world.store(b"c", [n, n + 1]) == [Committed.READY] * 2
+        world.turn()
+    assert world.directory.stats().pinned == 4
+    world.fetcher.check()
+
+
+def test_stores_are_taken_again_when_the_tier_goes_on(clock) -> None:
+    tier = StuckTier(1 << 20, clock)
+    world = World(clock, slots=8, tiers=[tier])
+    world.attach(b"c")
+    for n in range(12):
+        world.store(b"c", [n])
+    tier.get_finished_jobs = super(StuckTier, tier).get_finished_jobs
+    world.turn()
+    assert world.directory.stats().pinned == 0
+    world.store(b"c", [20])
+    world.turn()
+    assert tier.stats().chunks == 5

@@ -41,6 +41,10 @@ WAIT_S_MAX = 30.0
 JOB_DEADLINE_S = 30.0
 """For a tier's job. Requests have shorter deadlines of their own; this one frees the slots."""
 
+STORES_SHARE = 2
+"""Where stores that wait for tiers pin one slot in so many, the next are dropped: a tier that is
+slower than the engines, or stands still, must not keep new chunks out of the region."""
+
 
 @dataclass(frozen=True, slots=True)
 class PoolJob:
@@ -76,6 +80,9 @@ class Fetcher:
         self._jobs: dict[int, PoolJob] = {}
         self._pulling: dict[int, tuple[Wanted, ...]] = {}
         self._serial = 0
+        self._storing_max = max(1, context.directory.stats().slots // STORES_SHARE)
+        self._storing = 0
+        """Chunks in jobs that store."""
         self._writers_changed = False
 
     @property
@@ -247,7 +254,10 @@ class Fetcher:
         return chunks, views
 
     def cascade(self, namespace: NamespaceId, refs: Sequence[SlotRef]) -> None:
-        """Copy chunks that a client has just committed to every tier that lacks them."""
+        """Copy chunks that a client has just committed to every tier that lacks them.
+
+        Dropped, where too many slots are pinned for that already.
+        """
         now_s = self.clock.now_s()
         committed = [chunk for ref in refs if (chunk := self.directory.chunk(ref)) is not None]
         keys = [chunk.key for chunk in committed]
@@ -257,6 +267,11 @@ class Fetcher:
             answers = tier.lookup(namespace, keys)
             lacking = [k for k, a in zip(keys, answers, strict=True) if a is not Lookup.HIT]
             if not lacking:
+                continue
+            if self._storing >= self._storing_max:
+                self.recorder.count(
+                    "kvfabric_tier_jobs_total", tier=tier.name, kind="store", outcome="dropped"
+                )
                 continue
             job_id, owner = self._open_job_owner()
             pinned = self.directory.pin(owner, namespace, lacking, now_s)
@@ -272,6 +287,7 @@ class Fetcher:
                 (),
                 tuple(chunk.length_bytes for chunk in chunks),
             )
+            self._storing += len(chunks)
             views = tuple(self.memory.view(c.slot.slot, c.length_bytes) for c in chunks)
             tier.submit_store(
                 Job(job_id, JobKind.STORE, namespace, chunks, views, now_s + JOB_DEADLINE_S)
@@ -307,6 +323,7 @@ class Fetcher:
         )
         self._count_job(job, result, moved)
         if job.kind is JobKind.STORE:
+            self._storing -= len(job.refs)
             self.directory.release(job.owner, job.refs, self.clock.now_s())
             self.directory.owner_gone(job.owner)
             return
