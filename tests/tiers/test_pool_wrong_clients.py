@@ -1,10 +1,10 @@
 """The core and clients that are wrong, early or many: they cost themselves and nobody else."""
 
 import pytest
-from pool_world import FIELDS, ScriptedPulls, World, key, source
+from pool_world import FIELDS, SLOT_BYTES, ScriptedPulls, World, key, source
 
 from kvfabric.fabric import wire
-from kvfabric.fabric.types import Lookup
+from kvfabric.fabric.types import Committed, Lookup, Released
 
 
 def test_who_leaves_before_it_was_answered_leaves_nothing(clock) -> None:
@@ -120,3 +120,21 @@ def test_answering_one_request_looks_at_its_own_chunks_only(clock) -> None:
     assert len(answers) == 100
     assert {status for _, _, reply in answers for status in reply.statuses} == {Lookup.MISS}
     assert looked <= 1000
+
+
+def test_pins_of_a_connection_that_broke_are_over(clock) -> None:
+    """Their answer may never have arrived, and the client renews its lease for ever."""
+    world = World(clock)
+    world.attach(b"c")
+    world.store(b"c", [1])
+    pinned = world.pin(b"c", [1])
+    namespace = world.core.sessions[b"c"].namespace
+    written = world.say(b"c", wire.Reserve(namespace, [key(2)], [0]))
+    groups = [wire.GroupGeometry(0, 16, SLOT_BYTES)]
+    world.say(b"c2", wire.Attach("c", 100, 5, FIELDS, groups))
+    assert world.directory.stats().pinned == 0
+    released = world.say(b"c2", wire.Release(pinned.slots, pinned.generations))
+    assert released.statuses == [Released.LOST]
+    done = world.say(b"c2", wire.Commit(written.slots, written.generations, [9]))
+    assert done.statuses == [Committed.READY]
+    world.fetcher.check()

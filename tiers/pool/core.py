@@ -185,6 +185,7 @@ class ClientCore:
         # A client whose connection broke comes back under another identity.
         for known in [i for i, other in self.sessions.items() if other.client == attach.client]:
             self.fetcher.leave(known)
+            self.directory.unpin(attach.client)  # it may never have heard of some of them
             del self.sessions[known]
         self.sessions[identity] = session
         self.directory.open_owner(
