@@ -18,6 +18,9 @@ MESSAGE_BYTES_MAX = 8 << 20
 """A message of 100,000 keys is 4 MiB; anything larger than twice that is not one of ours."""
 BATCH_CHUNKS_MAX = 65_536
 """Chunks in one message. 65,536 chunks of 16 tokens are a million tokens."""
+SOURCES_PER_CHUNK_MAX = 16
+"""Sources that a pin may name, on average over its chunks. Each that is dead costs a deadline, so
+nobody has time for more; and a pool looks at every one."""
 
 
 class Body(msgspec.Struct, array_like=True, frozen=True, tag=True):

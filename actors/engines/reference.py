@@ -10,7 +10,7 @@ Threading. `generate` runs in one thread; chunks are saved in one more, while th
 """
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 
 from ...fabric.checksum import checksum
 from ...fabric.clock import Clock
-from ...fabric.errors import FabricError, Unavailable
+from ...fabric.errors import Corrupt, FabricError, Malformed, Unavailable
 from ...fabric.keys import BlockHasher, HashAlgorithm
 from ...fabric.layout import GroupLayout, layout_id
 from ...fabric.namespace import Namespace
@@ -35,8 +35,6 @@ ORIGINS = ("host", "fs", "peer")
 """Where a reused chunk can have come from."""
 LOAD_WAIT_S = 2.0
 """What a request waits for tiers and peers before it computes: a source's deadline and more."""
-SAVES_MAX = 64
-"""Chunk runs waiting to be saved; the model then waits for the saver."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +125,10 @@ class ReferenceWorker:
                 every = self._keys(sequence.tokens[: sequence.cached_tokens])
                 self._save(client, every, len(keys), sequence, saves, result)
         finally:
-            for save in saves:
-                save.result()
+            wait(saves)  # the saver reads the sequence's blocks
             self.engine.finish(sequence)
+        for save in saves:
+            save.result()
         result.total_s = self.clock.now_s() - begun_s
         return result
 
@@ -144,14 +143,17 @@ class ReferenceWorker:
         return self._hasher.chunk_keys(tokens, self.settings.chunk_tokens, 0)
 
     def _attached(self, result: Generated) -> PoolClient | None:
-        """Attach on first use, and again after the pool could not be reached."""
+        """Attach on first use, and again after the pool could not be reached or believed.
+
+        Raises `NamespaceMismatch` or `Unsupported`: this engine is not of the pool's deployment.
+        """
         if self._client is None and self._endpoint is not None:
             group = GroupGeometry(0, self.settings.chunk_tokens, self.layout.chunk_bytes)
             try:
                 self._client = PoolClient.attach(
                     self._endpoint, self.namespace(), [group], self.clock
                 )
-            except Unavailable as error:
+            except (Unavailable, Corrupt, Malformed) as error:
                 _count(result, error)
         return self._client
 

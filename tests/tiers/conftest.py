@@ -6,9 +6,17 @@ from pathlib import Path
 
 import pytest
 
-_SPEC = importlib.util.spec_from_file_location("pool_yard", Path(__file__).parent / "pool_yard.py")
-pool_yard = sys.modules["pool_yard"] = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(pool_yard)
+
+def _load(name: str):
+    """Make a helper beside this file importable by its name."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+pool_yard = _load("pool_yard")
+_load("pool_world")
 
 
 @pytest.fixture

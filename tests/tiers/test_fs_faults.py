@@ -309,3 +309,20 @@ def test_a_root_that_cannot_be_made_is_a_config_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ConfigError, match="root_dir"):
         make_rig(tmp_path / "file" / "root")
+
+
+@pytest.mark.parametrize("call", ["open_read", "size_bytes", "read"])
+def test_a_look_that_fails_in_passing_costs_no_file(tmp_path, call):
+    """After a restart a store looks into the file that has its name: out of descriptors, say."""
+    rig = make_rig(tmp_path)
+    rig.store(1)
+    close(rig)
+    ops = NamedOps()
+    rig = make_rig(tmp_path, ops)
+    ops.failing = {call: errno.EMFILE, "open_new": errno.EMFILE}
+    rig.store(1)
+    ops.failing = {}
+    assert rig.tier.stats().used_bytes == on_disk(tmp_path)
+    assert rig.lookup(1) == [HIT]
+    assert rig.load(1).outcomes == (HIT,)
+    close(rig)

@@ -4,10 +4,11 @@ import os
 import signal
 
 import pytest
-from pool_yard import CLOCK, chunk, freeze, key, keys, load, names, store, until
+from pool_yard import CLOCK, SLOT_BYTES, chunk, freeze, key, keys, load, names, store, until
 
-from kvfabric.fabric.errors import ConfigError, Unavailable
-from kvfabric.fabric.types import Lookup, Reserved
+from kvfabric.fabric.checksum import checksum
+from kvfabric.fabric.errors import Closed, ConfigError, Unavailable
+from kvfabric.fabric.types import Committed, Lookup, Reserved
 from kvfabric.tiers.pool.daemon import PoolProcess
 
 pytestmark = pytest.mark.slow
@@ -251,6 +252,26 @@ def test_a_pool_that_began_anew_is_mapped_anew(yard) -> None:
     store(client, 0, 4)
     assert client.lookup(keys(0, 4)).states.tolist() == [Lookup.HIT] * 4
     assert names(load(yard.client(pool), 0, 4)) == {"HIT"}
+
+
+def test_what_was_granted_in_other_memory_is_never_written_in_this_one(yard) -> None:
+    config = yard.config()
+    pool = yard.pool(config)
+    client = yard.client(pool)
+    (_, old), *_ = client.reserve(keys(0, 1), [0])
+    pool.stop()
+    pool = yard.pool(config)
+    other = yard.client(pool)
+    (_, new), *_ = other.reserve(keys(1, 1), [0])
+    client.stats()  # attaches to the new pool, and maps its memory
+    assert new.slot == old.slot
+    assert new.generation > old.generation
+    with pytest.raises(Closed):
+        client.view(old, SLOT_BYTES)
+    client.abort([old])
+    other.view(new, SLOT_BYTES)[:] = chunk(1)
+    assert other.commit([new], [checksum(chunk(1))]) == [Committed.READY]
+    assert names(load(client, 1, 1)) == {"HIT"}
 
 
 def test_a_second_pool_on_the_same_files_is_refused(yard) -> None:

@@ -4,7 +4,7 @@ import os
 import threading
 
 import pytest
-from pool_yard import CLOCK
+from pool_yard import CLOCK, until
 
 from kvfabric.fabric.errors import Closed, Unavailable
 from kvfabric.tiers.pool import server as server_module
@@ -21,6 +21,9 @@ def server(yard, monkeypatch):
     made.stop(unlink=True)
 
 
+ERRORS = 'kvfabric_loop_errors_total{loop="pool"}'
+
+
 def on_its_thread(server: PoolServer, work) -> object:
     return server._call(work)
 
@@ -33,7 +36,7 @@ def test_a_lease_that_ends_after_the_tick_does_not_stop_the_loop(server) -> None
 
     on_its_thread(server, end_a_lease)
     assert server.stats()["lapses"] == 1
-    assert server.stats().get('kvfabric_loop_errors_total{loop="pool"}', 0) == 0
+    assert server.stats().get(ERRORS, 0) == 0
 
 
 def test_a_stopped_server_says_so_and_touches_no_descriptor(server) -> None:
@@ -52,3 +55,19 @@ def test_a_call_that_takes_too_long_is_unavailable(server) -> None:
     with pytest.raises(Unavailable):
         on_its_thread(server, may_end.wait)
     may_end.set()
+
+
+def test_an_error_that_stays_does_not_spin(server) -> None:
+    real, failed_s = server.sockets.poll, []
+
+    def poll(wait_ms: int):
+        if len(failed_s) < 20:
+            failed_s.append(CLOCK.now_s())
+            raise ValueError("a fault of ours")
+        return real(wait_ms)
+
+    server.sockets.poll = poll
+    server.stats()
+    until(lambda: len(failed_s) == 20)
+    assert server.stats()[ERRORS] == 20
+    assert failed_s[-1] - failed_s[0] >= 19 * server_module.ERROR_PAUSE_S

@@ -236,13 +236,17 @@ class RecordFiles:
         """Read the header alone: VERIFIED if it promises this record at this length."""
         try:
             descriptor = self._ops.open_read(self.path(record), direct=False)
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return Read(ReadCase.ABSENT)
+        except OSError:
+            return Read(ReadCase.FAILED)
         try:
             found_bytes = self._ops.size_bytes(descriptor)
             read_bytes = self._ops.read(descriptor, [scratch.header])
             header = decode_header(scratch.header[:read_bytes])
-        except (OSError, Corrupt, Malformed):
+        except OSError:
+            return Read(ReadCase.FAILED)
+        except (Corrupt, Malformed):
             return Read(ReadCase.CORRUPT)
         finally:
             self._close_quietly(descriptor)

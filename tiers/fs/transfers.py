@@ -87,8 +87,11 @@ class Transfers:
         return granted
 
     def _skip(self, entry: Entry) -> Done:
-        """Answer a store of what is there already, or was being written. Under the lock."""
-        if entry is NOTHING:
+        """Answer a store of what is there already, or was being written. Under the lock.
+
+        What could not be looked into may be there or not: the store failed.
+        """
+        if entry.checksum == UNKNOWN_CHECKSUM:
             self.counters["store_failed"] += 1
             return MISSED
         self.counters["store_skipped"] += 1

@@ -23,8 +23,8 @@ def require_batch(
         )
     if not keys:
         return
-    for key in keys:
-        require_key(key)
+    require_key(min(keys, key=len))
+    require_key(max(keys, key=len))
     if not 0 <= min(depths) <= max(depths) < 1 << 32:
         raise Malformed("reservation", f"depths from {min(depths)} to {max(depths)}")
     if not 0 <= min(lengths) <= max(lengths) <= slot_bytes:

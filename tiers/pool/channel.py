@@ -2,7 +2,7 @@
 
 Ownership. A channel owns one socket. It knows the pool's epoch and attaches again by itself when
 the pool has become another. An answer that came too late may have granted something: a channel
-gives it back as soon as the pool answers again (`owe` lets its user add to that).
+gives it back as soon as the pool answers again (`owe` and `owe_pins` let its user add to that).
 
 Failure. `ask` ends within its time: with the answer, or with `Unavailable`. While it waits it asks
 now and then whether the pool is still the same, which also keeps the leases alive; a question that
@@ -90,6 +90,7 @@ class Channel:
         self._owed_slots: deque[SlotRef] = deque()
         """Granted, and not to be written any more. No more than the pool has slots."""
         self._owed_pins: deque[SlotRef] = deque()
+        """Of this epoch: no more than were granted in it."""
 
     def open(self, wait_s: float) -> Attached:
         """Attach. Raises `NamespaceMismatch`, `Unsupported` or `Unavailable`."""
@@ -121,6 +122,14 @@ class Channel:
         Does not wait for its turn.
         """
         self._owed_slots.extend(refs)
+
+    def owe_pins(self, refs: Sequence[SlotRef]) -> None:
+        """Pins are not needed any more: say so when the pool answers. Does not wait for its turn.
+
+        A pin that was given back in time after all may be given back twice: if another thread has
+        pinned the same slot meanwhile, its release says LOST.
+        """
+        self._owed_pins.extend(refs)
 
     def close(self) -> None:
         """Say goodbye. Safe to call twice."""
@@ -223,4 +232,4 @@ def columns(refs: Sequence[SlotRef]) -> tuple[list[int], list[int]]:
 
 def references(slots: Sequence[int], generations: Sequence[int]) -> list[SlotRef]:
     """Return what two columns name."""
-    return [SlotRef(*pair) for pair in zip(slots, generations, strict=True)]
+    return list(map(SlotRef, slots, generations))

@@ -112,17 +112,18 @@ class PoolClient:
         self.node = ""
         self.namespace_id = NamespaceId(b"")
         self._closed = threading.Event()
-        self._region: RegionView | None = None
-        self._reader: TableReader | None = None
+        self._lease_s = 0.0
+        self._lease_changed = threading.Event()
+        self._memory: tuple[RegionView, TableReader] | None = None
         attach = Attach(self.client, *this_process(), namespace.fields(), list(groups))
         self._channel = Channel(endpoint, attach, self._on_attached, clock or SystemClock())
         try:
-            lease_s = self._channel.open(timeout_s).lease_s
+            self._channel.open(timeout_s)
         except BaseException:
             self._channel.close()
             raise
         self._renewer = threading.Thread(
-            target=self._renew_leases, args=(lease_s,), name="kvfabric-renew", daemon=True
+            target=self._renew_leases, name="kvfabric-renew", daemon=True
         )
         self._renewer.start()
 
@@ -147,8 +148,16 @@ class PoolClient:
         return self._mapped()[1].lookup(self.namespace_id, keys)
 
     def view(self, ref: SlotRef, length: int) -> memoryview:
-        """Return the bytes of a slot that this client has reserved or pinned."""
-        return self._mapped()[0].view(ref.slot, length)
+        """Return the bytes of a slot that this client has reserved or pinned.
+
+        Raises `Closed` for a reference that is over: the slot, or the memory itself if the pool
+        began anew, belongs to others now. A view that was made before stays with its memory.
+        """
+        region, reader = self._mapped()
+        view = region.view(ref.slot, length)
+        if reader.generation(ref.slot) != ref.generation:
+            raise Closed(f"slot {ref.slot} of generation {ref.generation}")
+        return view
 
     def reserve(
         self, keys: Sequence[ChunkKey], depths: Sequence[int]
@@ -161,12 +170,13 @@ class PoolClient:
     def commit(self, refs: Sequence[SlotRef], checksums: Sequence[int]) -> list[Committed]:
         """Publish written slots under their checksums.
 
-        If the answer does not come, the slots count as given up and must not be written again.
+        If it fails, or the answer does not come, the slots count as given up and must not be
+        written again.
         """
         body = Commit(*columns(refs), list(checksums))
         try:
             return self._ask(body, CommitReply).statuses
-        except Unavailable:
+        except FabricError:
             self._channel.owe(refs)
             raise
 
@@ -184,21 +194,25 @@ class PoolClient:
         sources: Iterable[SourceRange] = (),
     ) -> list[tuple[Lookup, Chunk, str]]:
         """Pin chunks for reading: status, chunk and origin for each key; see `fabric.wire.Pin`."""
+        lengths = [self._length(key) for key in keys]
         wire = [SourceRangeWire(s.node, s.endpoint, s.start, s.count) for s in sources]
         reply = self._ask(
             Pin(self.namespace_id, list(keys), wait_s, wire), PinReply, self.timeout_s + wait_s
         )
-        chunks = [
-            Chunk(key, ref, self._length(key), summed)
-            for key, ref, summed in zip(
-                keys, references(reply.slots, reply.generations), reply.checksums, strict=True
-            )
-        ]
+        refs = references(reply.slots, reply.generations)
+        chunks = list(map(Chunk, keys, refs, lengths, reply.checksums))
         return list(zip(reply.statuses, chunks, reply.origins, strict=True))
 
     def release(self, refs: Sequence[SlotRef]) -> list[Released]:
-        """Give pins back; says of each whether it held until now."""
-        return self._ask(Release(*columns(refs)), ReleaseReply).statuses
+        """Give pins back; says of each whether it held until now.
+
+        Where that cannot be known in time, the pins go back when the pool answers again.
+        """
+        try:
+            return self._ask(Release(*columns(refs)), ReleaseReply).statuses
+        except Unavailable:
+            self._channel.owe_pins(refs)
+            raise
 
     def store(
         self,
@@ -295,12 +309,12 @@ class PoolClient:
         if self._closed.is_set():
             return
         self._closed.set()
+        self._lease_changed.set()
         self._renewer.join()
         self.copier.close()
         self._channel.close()
-        self._reader = None
-        if self._region is not None:
-            self._region.close()
+        if self._memory is not None:
+            self._memory[0].close()
 
     def __enter__(self) -> Self:
         return self
@@ -318,25 +332,27 @@ class PoolClient:
         return group.chunk_bytes
 
     def _mapped(self) -> tuple[RegionView, TableReader]:
-        region, reader = self._region, self._reader
-        if region is None or reader is None or self._closed.is_set():
+        memory = self._memory
+        if memory is None or self._closed.is_set():
             raise Closed("the pool client")
-        return region, reader
+        return memory
 
     def _on_attached(self, reply: Attached) -> Remapped:
         """Know the pool, and map its memory if it is not the one that is mapped."""
         self.node = reply.node
+        if reply.lease_s != self._lease_s:
+            self._lease_s = reply.lease_s
+            self._lease_changed.set()
         self.namespace_id = NamespaceId(reply.namespace_id)
-        known = self._region
+        known = self._memory
         try:
-            if known is not None and known.is_at(reply.control_path):
+            if known is not None and known[0].is_at(reply.control_path):
                 return Remapped.SAME
             region = RegionView.attach(reply.control_path, reply.segment_paths)
         except OSError as error:
             raise Unavailable(f"the region of node {reply.node}", 0.0, str(error)) from error
-        self._region, self._reader = region, TableReader(region.control)
-        if known is not None:
-            known.close()
+        # The memory known before is unmapped when the last thread that looks at it lets go.
+        self._memory = region, TableReader(region.control)
         return Remapped.OTHER
 
     def _ask(self, body: Message, expected: type[R], timeout_s: float | None = None) -> R:
@@ -348,8 +364,11 @@ class PoolClient:
     def _send(self, body: Message, timeout_s: float | None = None) -> Message:
         return self._channel.ask(body, self.timeout_s if timeout_s is None else timeout_s)
 
-    def _renew_leases(self, lease_s: float) -> None:
-        while not self._closed.wait(lease_s / RENEWALS_PER_LEASE):
+    def _renew_leases(self) -> None:
+        while not self._closed.is_set():
+            if self._lease_changed.wait(self._lease_s / RENEWALS_PER_LEASE):
+                self._lease_changed.clear()
+                continue
             try:
                 self._send(Renew())
             except FabricError:

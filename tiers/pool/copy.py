@@ -5,6 +5,7 @@ fraction of a second pass. Tiles are shared out to a few threads: the copy and t
 of the GIL.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -34,6 +35,7 @@ class Copier:
     """Runs one function over many chunks on a few threads."""
 
     def __init__(self, threads: int = THREADS) -> None:
+        self._workers = threads
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvfabric-copy")
 
     def map(self, work: Callable[[int], int], count: int) -> list[int]:
@@ -44,14 +46,32 @@ class Copier:
         """
         if count <= 1:
             return [work(index) for index in range(count)]
-        futures = [self._threads.submit(work, index) for index in range(count)]
+        results = [0] * count
+        left = iter(range(count))  # shared: the GIL gives each number to one thread
+        stop = threading.Event()
+
+        def run() -> None:
+            try:
+                for index in left:
+                    if stop.is_set():
+                        return
+                    results[index] = work(index)
+            except BaseException:
+                stop.set()
+                raise
+
+        # One future for each piece of work would cost more than to copy 64 KiB.
+        futures = [self._threads.submit(run) for _ in range(min(self._workers, count))]
         try:
-            return [future.result() for future in futures]
+            for future in futures:
+                future.result()
         except BaseException:
+            stop.set()
             for future in futures:
                 future.cancel()
             wait(futures)
             raise
+        return results
 
     def copy(self, targets: Sequence[memoryview], sources: Sequence[memoryview]) -> list[int]:
         """Copy each source over its target and return the checksums of what was copied."""

@@ -13,10 +13,11 @@ Threading. One thread calls everything.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isnan
+from typing import cast
 
 from ...fabric.checksum import checksum
 from ...fabric.errors import FabricError, Malformed, NamespaceMismatch, Unsupported
-from ...fabric.types import ChunkKey, Committed, Lookup, NamespaceId, SlotRef
+from ...fabric.types import GROUP_BYTES, ChunkKey, Committed, Lookup, NamespaceId, SlotRef
 from ...fabric.wire import (
     BATCH_CHUNKS_MAX,
     Abort,
@@ -101,7 +102,6 @@ class ClientCore:
             Drop: self._drop,
             Renew: self._renew,
             StatsAsk: self._stats,
-            Detach: self._detach,
         }
 
     def on_frame(self, identity: bytes, frame: bytes | memoryview) -> None:
@@ -155,6 +155,10 @@ class ClientCore:
         if isinstance(body, Attach):
             return self._attach(identity, body)
         session = self.sessions.get(identity)
+        if session is not None and isinstance(body, Detach):
+            # Of any epoch: who was answered too late to know this one may be leaving.
+            self._forget(identity, session)
+            return Ok()
         if session is None or envelope.epoch != self.epoch:
             return Stale()
         handler = self._handlers.get(type(body))
@@ -181,6 +185,7 @@ class ClientCore:
         # A client whose connection broke comes back under another identity.
         for known in [i for i, other in self.sessions.items() if other.client == attach.client]:
             self.fetcher.leave(known)
+            self.directory.unpin(attach.client)  # it may never have heard of some of them
             del self.sessions[known]
         self.sessions[identity] = session
         self.directory.open_owner(
@@ -206,8 +211,10 @@ class ClientCore:
 
     def _reserve(self, session: Session, _request: int, body: Body) -> Body | None:
         assert isinstance(body, Reserve)
+        if body.namespace_id != session.namespace:
+            return _other_namespace(session, body.namespace_id)
         keys = _keys(body.keys, len(body.depths))
-        lengths = [self._length(session.namespace, key) for key in keys]
+        lengths = self._lengths(session.namespace, keys)
         got = self.directory.reserve(
             session.client, session.namespace, keys, body.depths, lengths, self.clock.now_s()
         )
@@ -217,21 +224,23 @@ class ClientCore:
             [one.slot.generation for one in got],
         )
 
-    def _length(self, namespace: NamespaceId, key: ChunkKey) -> int:
-        group = int.from_bytes(key[-4:], "big")
-        length = self.namespaces.chunk_bytes(namespace, group)
-        if length is None:
-            raise Malformed("reserve", f"cache group {group} was not named at attach")
-        return length
+    def _lengths(self, namespace: NamespaceId, keys: Sequence[ChunkKey]) -> list[int]:
+        tails = [key[-GROUP_BYTES:] for key in keys]
+        of: dict[bytes, int] = {}
+        for tail in set(tails):
+            group = int.from_bytes(tail, "big")
+            length = self.namespaces.chunk_bytes(namespace, group)
+            if length is None:
+                raise Malformed("reserve", f"cache group {group} was not named at attach")
+            of[tail] = length
+        return [of[tail] for tail in tails]
 
     def _commit(self, session: Session, _request: int, body: Body) -> Body | None:
         assert isinstance(body, Commit)
         refs = _refs(body.slots, body.generations, len(body.checksums))
         statuses = self.directory.commit(session.client, refs, body.checksums, self.clock.now_s())
         ready = [
-            chunk
-            for ref, status in zip(refs, statuses, strict=True)
-            if status is Committed.READY and (chunk := self.directory.chunk(ref)) is not None
+            ref for ref, status in zip(refs, statuses, strict=True) if status is Committed.READY
         ]
         self.fetcher.cascade(session.namespace, ready)
         self.fetcher.writers_changed()
@@ -245,6 +254,8 @@ class ClientCore:
 
     def _pin(self, session: Session, request: int, body: Body) -> Body | None:
         assert isinstance(body, Pin)
+        if body.namespace_id != session.namespace:
+            return _other_namespace(session, body.namespace_id)
         if isnan(body.wait_s):
             raise Malformed("pin", "wait_s is not a number")
         reply = self.fetcher.pin(session, request, _keys(body.keys), body.wait_s, body.sources)
@@ -288,18 +299,18 @@ class ClientCore:
     def _stats(self, _session: Session, _request: int, _body: Body) -> Body | None:
         return StatsReply(self.fetcher.stats())
 
-    def _detach(self, session: Session, _request: int, _body: Body) -> Body | None:
-        self._forget(session.identity, session)
-        return Ok()
+
+def _other_namespace(session: Session, theirs: bytes) -> Refused:
+    return Refused("namespace_id", session.namespace.hex(), theirs.hex())
 
 
-def _keys(keys: Sequence[bytes], expected: int | None = None) -> list[ChunkKey]:
+def _keys(keys: list[bytes], expected: int | None = None) -> list[ChunkKey]:
     if len(keys) > BATCH_CHUNKS_MAX or (expected is not None and expected != len(keys)):
         raise Malformed("message", f"{len(keys)} keys, {expected} depths")
-    for key in keys:
-        if len(key) not in (20, 36):
-            raise Malformed("key", f"{len(key)} bytes, neither 20 nor 36")
-    return [ChunkKey(key) for key in keys]
+    for length in set(map(len, keys)):
+        if length not in (20, 36):
+            raise Malformed("key", f"{length} bytes, neither 20 nor 36")
+    return cast("list[ChunkKey]", keys)  # a NewType's call costs as much as a lookup
 
 
 def _refs(
@@ -307,4 +318,4 @@ def _refs(
 ) -> list[SlotRef]:
     if len(slots) != len(generations) or (expected is not None and expected != len(slots)):
         raise Malformed("message", f"{len(slots)} slots, {len(generations)} generations")
-    return [SlotRef(*pair) for pair in zip(slots, generations, strict=True)]
+    return list(map(SlotRef, slots, generations))

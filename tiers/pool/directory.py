@@ -294,6 +294,12 @@ class Directory:
         self._lost += answers.count(Released.LOST)
         return tuple(answers)
 
+    def unpin(self, owner: str) -> None:
+        """Take back all pins of an owner; their release says LOST."""
+        known = self._leases.find(owner)
+        if known is not None:
+            self._drop_pins(known)
+
     def drop(self, refs: Sequence[SlotRef]) -> None:
         """Find these chunks no longer: a reader saw that their bytes are corrupt."""
         for ref in refs:

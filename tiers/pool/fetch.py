@@ -27,6 +27,10 @@ class Stage(IntEnum):
     PEER_PULL = 4
 
 
+_IDLE = (Stage.UNDECIDED, Stage.WRITER, Stage.TIER_ANSWER)
+"""Nothing is under way for a chunk in one of these: it is forgotten with the last who waits."""
+
+
 @dataclass(slots=True)
 class Entry:
     """One chunk's part of an answer."""
@@ -45,7 +49,8 @@ class Waiter:
     entries: list[Entry]
     undecided: int
     deadline_s: float
-    answered: bool = False
+    wanted: list["Wanted"] = field(default_factory=list["Wanted"])
+    """What it waits for, or waited for until it was settled."""
 
     def decide(self, index: int, status: Lookup, chunk: Chunk, origin: str) -> None:
         """Settle one chunk. Settling it again changes nothing."""
@@ -63,7 +68,8 @@ class Wanted:
     namespace: NamespaceId
     key: ChunkKey
     stage: Stage = Stage.UNDECIDED
-    waiting: list[tuple[Waiter, int]] = field(default_factory=list[tuple[Waiter, int]])
+    waiting: dict[Waiter, list[int]] = field(default_factory=dict[Waiter, list[int]])
+    """Who waits, and for which of its chunks this is the answer."""
     sources: list[SourceRange] = field(default_factory=list[SourceRange])
     """Peers to ask, in order, those not asked yet."""
     sources_known: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
@@ -80,11 +86,6 @@ class Wanted:
             self.sources_known.add(name)
             self.sources.append(source)
 
-    @property
-    def alive(self) -> bool:
-        """Whether anybody still waits."""
-        return any(not waiter.answered for waiter, _ in self.waiting)
-
 
 WANTED_MAX = 65_536
 """Chunks being fetched at once: a million tokens of 16. Beyond it the answer is BUSY."""
@@ -97,15 +98,39 @@ class Fetches:
 
     def __init__(self) -> None:
         self.wanted: dict[tuple[NamespaceId, ChunkKey], Wanted] = {}
-        self.waiters: list[Waiter] = []
+        self.waiters: dict[Waiter, None] = {}
+        self._in_stage: dict[Stage, dict[Wanted, None]] = {stage: {} for stage in Stage}
+
+    def want(self, namespace: NamespaceId, key: ChunkKey) -> Wanted:
+        """Begin to want a chunk that is not wanted yet."""
+        wanted = self.wanted[namespace, key] = Wanted(namespace, key)
+        self._in_stage[wanted.stage][wanted] = None
+        return wanted
 
     def join(self, waiter: Waiter, index: int, wanted: Wanted) -> None:
         """Let a waiter wait for a chunk."""
-        wanted.waiting.append((waiter, index))
+        wanted.waiting.setdefault(waiter, []).append(index)
+        waiter.wanted.append(wanted)
+
+    def move(self, wanted: Wanted, stage: Stage) -> None:
+        """Let a chunk wait for something else, if anybody still waits for it.
+
+        One that was settled meanwhile stays settled.
+        """
+        if not wanted.waiting and stage in _IDLE:
+            self.drop(wanted)
+        elif self._in_stage[wanted.stage].pop(wanted, wanted) is None:
+            self._in_stage[stage][wanted] = None
+        wanted.stage = stage
+
+    def drop(self, wanted: Wanted) -> None:
+        """Want a chunk no longer."""
+        if self._in_stage[wanted.stage].pop(wanted, wanted) is None:
+            del self.wanted[wanted.namespace, wanted.key]
 
     def in_stage(self, stage: Stage) -> list[Wanted]:
         """Return the chunks in a stage."""
-        return [wanted for wanted in self.wanted.values() if wanted.stage is stage]
+        return list(self._in_stage[stage])
 
     def overdue(self, now_s: float) -> list[Waiter]:
         """Return the waiters whose time is up or whose chunks are all decided."""
@@ -113,12 +138,11 @@ class Fetches:
 
     def remove(self, waiter: Waiter) -> None:
         """Forget an answered waiter and the undecided chunks that nobody waits for any more."""
-        waiter.answered = True
-        self.waiters.remove(waiter)
-        idle = (Stage.UNDECIDED, Stage.WRITER, Stage.TIER_ANSWER)
-        for address, wanted in list(self.wanted.items()):
-            if wanted.stage in idle and not wanted.alive:
-                del self.wanted[address]
+        del self.waiters[waiter]
+        for wanted in waiter.wanted:
+            wanted.waiting.pop(waiter, None)
+            if not wanted.waiting and wanted.stage in _IDLE:
+                self.drop(wanted)
 
     def leave(self, identity: bytes) -> None:
         """Forget the waiters of a client that is gone."""

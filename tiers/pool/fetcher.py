@@ -8,6 +8,7 @@ request is answered by its deadline, and what is still under way then goes on fo
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ...fabric.errors import Malformed
 from ...fabric.types import (
     Chunk,
     ChunkKey,
@@ -18,7 +19,7 @@ from ...fabric.types import (
     SlotRef,
     SourceRange,
 )
-from ...fabric.wire import PinReply, SourceRangeWire
+from ...fabric.wire import SOURCES_PER_CHUNK_MAX, PinReply, SourceRangeWire
 from ..base import Job, JobKind, JobResult, Tier
 from .context import PoolContext
 from .fetch import (
@@ -33,11 +34,16 @@ from .fetch import (
 )
 from .pulls import PullDone, Pulls
 from .sessions import Session
+from .values import Pinned
 
 WAIT_S_MAX = 30.0
 """The longest that a client may ask the pool to wait; it has recomputed by then."""
 JOB_DEADLINE_S = 30.0
 """For a tier's job. Requests have shorter deadlines of their own; this one frees the slots."""
+
+STORES_SHARE = 2
+"""Where stores that wait for tiers pin one slot in so many, the next are dropped: a tier that is
+slower than the engines, or stands still, must not keep new chunks out of the region."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,9 @@ class Fetcher:
         self._jobs: dict[int, PoolJob] = {}
         self._pulling: dict[int, tuple[Wanted, ...]] = {}
         self._serial = 0
+        self._storing_max = max(1, context.directory.stats().slots // STORES_SHARE)
+        self._storing = 0
+        """Chunks in jobs that store."""
         self._writers_changed = False
 
     @property
@@ -89,15 +98,19 @@ class Fetcher:
         wait_s: float,
         sources: Sequence[SourceRangeWire],
     ) -> PinReply | None:
-        """Pin what is here. Returns the answer, or None if it comes later by `take_answers`."""
+        """Pin what is here. Returns the answer, or None if it comes later by `take_answers`.
+
+        Raises `Malformed` for more sources than `SOURCES_PER_CHUNK_MAX`.
+        """
+        named = _sources_of(len(keys), sources)
         now_s = self.clock.now_s()
         pinned = self.directory.pin(session.client, session.namespace, keys, now_s)
+        if wait_s <= 0 or all(one.status is Lookup.HIT for one in pinned):
+            return _reply_at_once(pinned)
         entries = [
             Entry(one.status, one.chunk if one.status is Lookup.HIT else NO_CHUNK, "host")
             for one in pinned
         ]
-        if wait_s <= 0 or all(entry.status is Lookup.HIT for entry in entries):
-            return _reply(entries)
         if len(self.fetches.waiters) >= WAITERS_MAX:
             for entry in entries:
                 entry.status = entry.status if entry.status is Lookup.HIT else Lookup.BUSY
@@ -108,20 +121,19 @@ class Fetcher:
             entries[index].status = Lookup.PENDING
         deadline_s = now_s + min(wait_s, WAIT_S_MAX)
         waiter = Waiter(session, request, entries, len(undecided), deadline_s)
-        self.fetches.waiters.append(waiter)
-        ranges = [SourceRange(s.node, s.endpoint, s.start, s.count) for s in sources]
+        self.fetches.waiters[waiter] = None
         self._decide(
             [
                 wanted
                 for index in undecided
-                if (wanted := self._want(waiter, index, keys[index], ranges)) is not None
+                if (wanted := self._want(waiter, index, keys[index], named[index])) is not None
                 and not self._awaits_writer(wanted, written=index in written)
             ]
         )
         return None
 
     def _want(
-        self, waiter: Waiter, index: int, key: ChunkKey, ranges: Sequence[SourceRange]
+        self, waiter: Waiter, index: int, key: ChunkKey, sources: Sequence[SourceRange]
     ) -> Wanted | None:
         """Let a waiter wait for a chunk; return it if nobody waited for it before."""
         address = (waiter.session.namespace, key)
@@ -129,16 +141,15 @@ class Fetcher:
         if known is None and len(self.fetches.wanted) >= WANTED_MAX:
             waiter.decide(index, Lookup.BUSY, NO_CHUNK, "")
             return None
-        wanted = self.fetches.wanted.setdefault(address, known or Wanted(*address))
-        for one in ranges:
-            if one.start <= index < one.start + one.count:
-                wanted.add_source(one)
+        wanted = known or self.fetches.want(*address)
+        for source in sources:
+            wanted.add_source(source)
         self.fetches.join(waiter, index, wanted)
         return wanted if known is None else None
 
     def _awaits_writer(self, wanted: Wanted, *, written: bool) -> bool:
         if written:
-            wanted.stage = Stage.WRITER
+            self.fetches.move(wanted, Stage.WRITER)
         return written
 
     def _decide(self, batch: Sequence[Wanted]) -> None:
@@ -154,15 +165,17 @@ class Fetcher:
                 continue
             answers = tier.lookup(namespace, [w.key for w in asked])
             hits: list[Wanted] = []
+            decided: set[Wanted] = set()
             for wanted, answer in zip(asked, answers, strict=True):
                 if answer is Lookup.HIT:
                     hits.append(wanted)
                 elif answer is Lookup.PENDING:
-                    wanted.stage = Stage.TIER_ANSWER
+                    self.fetches.move(wanted, Stage.TIER_ANSWER)
                 else:
                     wanted.tiers_asked = number + 1
                     continue
-                left.remove(wanted)
+                decided.add(wanted)
+            left = [wanted for wanted in left if wanted not in decided]
             if hits:
                 self._load(tier, namespace, hits)
         self._pull_or_miss(left, namespace)
@@ -178,7 +191,7 @@ class Fetcher:
         for (node, endpoint), group in by_source.items():
             pull_id = self._next_serial()
             for wanted in group:
-                wanted.stage = Stage.PEER_PULL
+                self.fetches.move(wanted, Stage.PEER_PULL)
             self._pulling[pull_id] = tuple(group)
             source = SourceRange(node, endpoint, 0, len(group))
             self.pulls.pull(pull_id, source, namespace, [w.key for w in group])
@@ -208,12 +221,12 @@ class Fetcher:
         mine: list[tuple[Wanted, SlotRef, int]] = []
         for wanted, one, length in zip(hits, got, lengths, strict=True):
             if one.status is Reserved.GRANTED and length:
-                wanted.stage = Stage.TIER_LOAD
+                self.fetches.move(wanted, Stage.TIER_LOAD)
                 mine.append((wanted, one.slot, length))
             elif one.status is Reserved.PRESENT:
                 self._settle(wanted, found=True, origin="host")
             elif one.status is Reserved.PENDING:
-                wanted.stage = Stage.WRITER
+                self.fetches.move(wanted, Stage.WRITER)
             else:
                 wanted.busy = True
                 self._settle(wanted, found=False, origin="")
@@ -240,9 +253,13 @@ class Fetcher:
         views = tuple(self.memory.view(c.slot.slot, c.length_bytes) for c in chunks)
         return chunks, views
 
-    def cascade(self, namespace: NamespaceId, committed: Sequence[Chunk]) -> None:
-        """Copy chunks that a client has just committed to every tier that lacks them."""
+    def cascade(self, namespace: NamespaceId, refs: Sequence[SlotRef]) -> None:
+        """Copy chunks that a client has just committed to every tier that lacks them.
+
+        Dropped, where too many slots are pinned for that already.
+        """
         now_s = self.clock.now_s()
+        committed = [chunk for ref in refs if (chunk := self.directory.chunk(ref)) is not None]
         keys = [chunk.key for chunk in committed]
         moved = sum(chunk.length_bytes for chunk in committed)
         self.recorder.count("kvfabric_stored_bytes_total", moved, path="host")
@@ -250,6 +267,11 @@ class Fetcher:
             answers = tier.lookup(namespace, keys)
             lacking = [k for k, a in zip(keys, answers, strict=True) if a is not Lookup.HIT]
             if not lacking:
+                continue
+            if self._storing >= self._storing_max:
+                self.recorder.count(
+                    "kvfabric_tier_jobs_total", tier=tier.name, kind="store", outcome="dropped"
+                )
                 continue
             job_id, owner = self._open_job_owner()
             pinned = self.directory.pin(owner, namespace, lacking, now_s)
@@ -265,6 +287,7 @@ class Fetcher:
                 (),
                 tuple(chunk.length_bytes for chunk in chunks),
             )
+            self._storing += len(chunks)
             views = tuple(self.memory.view(c.slot.slot, c.length_bytes) for c in chunks)
             tier.submit_store(
                 Job(job_id, JobKind.STORE, namespace, chunks, views, now_s + JOB_DEADLINE_S)
@@ -300,6 +323,7 @@ class Fetcher:
         )
         self._count_job(job, result, moved)
         if job.kind is JobKind.STORE:
+            self._storing -= len(job.refs)
             self.directory.release(job.owner, job.refs, self.clock.now_s())
             self.directory.owner_gone(job.owner)
             return
@@ -340,7 +364,7 @@ class Fetcher:
             if outcome is Lookup.HIT:
                 self._settle(wanted, found=True, origin="peer")
             elif outcome is Lookup.PENDING:
-                wanted.stage = Stage.WRITER
+                self.fetches.move(wanted, Stage.WRITER)
                 self._writers_changed = True
             else:
                 wanted.busy = wanted.busy or outcome is Lookup.BUSY
@@ -359,21 +383,22 @@ class Fetcher:
 
     def _settle(self, wanted: Wanted, *, found: bool, origin: str) -> None:
         """Answer everybody who waits for a chunk."""
-        self.fetches.wanted.pop((wanted.namespace, wanted.key), None)
+        self.fetches.drop(wanted)
         now_s = self.clock.now_s()
         failed = Lookup.BUSY if wanted.busy else Lookup.MISS
-        for waiter, index in wanted.waiting:
-            if waiter.answered:
-                continue
+        for waiter, indices in wanted.waiting.items():
             if not found:
-                waiter.decide(index, failed, NO_CHUNK, "")
+                for index in indices:
+                    waiter.decide(index, failed, NO_CHUNK, "")
                 continue
             owner = waiter.session.client
-            (one,) = self.directory.pin(owner, wanted.namespace, [wanted.key], now_s)
-            if one.status is Lookup.HIT:
-                waiter.decide(index, Lookup.HIT, one.chunk, origin)
-            else:
-                waiter.decide(index, Lookup.MISS, NO_CHUNK, "")
+            keys = [wanted.key] * len(indices)
+            pinned = self.directory.pin(owner, wanted.namespace, keys, now_s)
+            for index, one in zip(indices, pinned, strict=True):
+                if one.status is Lookup.HIT:
+                    waiter.decide(index, Lookup.HIT, one.chunk, origin)
+                else:
+                    waiter.decide(index, Lookup.MISS, NO_CHUNK, "")
 
     def take_answers(self, now_s: float) -> Sequence[tuple[bytes, int, PinReply]]:
         """Return the requests that are decided or out of time, as identity, request, answer."""
@@ -410,6 +435,32 @@ class Fetcher:
 
 def _unknown_length(_namespace: NamespaceId, _group: int) -> int | None:
     return None
+
+
+def _sources_of(count: int, sources: Sequence[SourceRangeWire]) -> list[list[SourceRange]]:
+    """Return the sources of each of `count` chunks, in the order in which they were named."""
+    spans = [(max(s.start, 0), min(s.start + s.count, count)) for s in sources]
+    named = sum(max(end - start, 0) for start, end in spans)
+    if max(named, len(sources)) > SOURCES_PER_CHUNK_MAX * count:
+        raise Malformed("pin", f"{len(sources)} sources, {named} in all for {count} chunks")
+    of: list[list[SourceRange]] = [[] for _ in range(count)]
+    for one, (start, end) in zip(sources, spans, strict=True):
+        source = SourceRange(one.node, one.endpoint, one.start, one.count)
+        for chosen in of[start:end] if start < end else ():
+            chosen.append(source)
+    return of
+
+
+def _reply_at_once(pinned: Sequence[Pinned]) -> PinReply:
+    """Return the answer to a request for which nothing is fetched."""
+    chunks = [one.chunk for one in pinned]
+    return PinReply(
+        [one.status for one in pinned],
+        [chunk.slot.slot for chunk in chunks],
+        [chunk.slot.generation for chunk in chunks],
+        [chunk.checksum for chunk in chunks],
+        ["host" if one.status is Lookup.HIT else "" for one in pinned],
+    )
 
 
 def _reply(entries: Sequence[Entry]) -> PinReply:

@@ -22,6 +22,10 @@ from .slots import SlotEntry
 from .table import SlotTable
 from .values import Change
 
+EPOCH_SHIFT = 20
+"""Generations begin at the epoch, in milliseconds since 1970, times 2^20: files that were made anew
+never repeat one, since no pool reserves 2^20 slots in a millisecond, and 2^63 is centuries away."""
+
 _NOTHING: Mapping[ChunkKey, SlotEntry] = {}
 
 
@@ -37,7 +41,7 @@ class Inventory:
         self._listed: dict[NamespaceId, dict[ChunkKey, SlotEntry]] = {}
         self._lru = LruOrder()
         self._free: list[int] = [] if table.used_slots() else _descending(table.slot_count)
-        self._generation = 0
+        self._generation = table.header.epoch << EPOCH_SHIFT
         self._changes: list[Change] = []
         self.writing = self.quarantined = self.condemned = self.pinned = 0
         self.stored = self.crowded = 0
@@ -60,7 +64,7 @@ class Inventory:
     def load(self, found: Recovered) -> None:
         """Take over what an earlier pool left in the table, and rebuild the index from it."""
         self._table.index.clear()
-        self._generation = found.generation
+        self._generation = max(self._generation, found.generation)
         for entry in (*found.ready, *found.quarantined):
             self._entries[entry.slot] = entry
         for slot in self._table.used_slots():
@@ -68,7 +72,7 @@ class Inventory:
             self._table.set_state(slot, SlotState.FREE if entry is None else entry.state)
         for entry in found.ready:
             self._list(entry)
-            self._lru.touch((entry,))
+            self._lru.add(entry)
             self._changes.append(Change(entry.namespace, entry.key, stored=True))
         self.quarantined = len(found.quarantined)
         self._free = [s for s in _descending(self._table.slot_count) if self._entries[s] is None]
@@ -110,7 +114,7 @@ class Inventory:
         self._table.publish(entry.slot, checksum)
         self.writing -= 1
         self.stored += 1
-        self._lru.touch((entry,))
+        self._lru.add(entry)
         self._changes.append(Change(entry.namespace, entry.key, stored=True))
 
     def touch(self, batch: list[SlotEntry]) -> None:

@@ -30,6 +30,10 @@ class LruOrder:
             order[entry.slot] = entry
             order.move_to_end(entry.slot)
 
+    def add(self, entry: SlotEntry) -> None:
+        """Put one that is not in the order yet at the recent end."""
+        self._order[entry.slot] = entry
+
     def remove(self, entry: SlotEntry) -> None:
         """Take one out."""
         del self._order[entry.slot]

@@ -84,6 +84,10 @@ class TableReader:
         self._mask = np.uint64(buckets - 1)
         self._probes_max = min(PROBES_MAX, buckets)
 
+    def generation(self, slot: int) -> int:
+        """Return the generation that a slot's record says, whatever its state."""
+        return int(self._records[slot, _GENERATION])
+
     def lookup(self, namespace_id: bytes, keys: Sequence[bytes]) -> LookupResult:
         """Answer for every key, in order: HIT, PENDING while it is being written, or MISS.
 

@@ -9,7 +9,8 @@ from ...fabric.types import NamespaceId
 from ...fabric.wire import Attach, GroupGeometry
 
 NAMESPACES_MAX = 64
-"""Models, tenants and weight versions that one pool keeps apart at once."""
+"""Models, tenants and weight versions that one pool keeps apart at once. Of more versions than this
+the oldest of those that were retired is forgotten; whoever still brings it is taken for newer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +64,16 @@ class Namespaces:
             if ours.weights_version == theirs.weights_version:
                 ours.require_equal(theirs)
             retired.append(namespace_id)
-        if len(self.entries) >= NAMESPACES_MAX:
+        over = [each for each, entry in self.entries.items() if entry.retired] or retired
+        if len(self.entries) >= NAMESPACES_MAX and not over:
             raise Unsupported(
                 "namespace", f"number {NAMESPACES_MAX + 1}", "Give this model a pool of its own."
             )
         for namespace_id in retired:
             old = self.entries[namespace_id]
             self.entries[namespace_id] = NamespaceEntry(old.namespace, old.groups, retired=True)
+        if len(self.entries) >= NAMESPACES_MAX:
+            del self.entries[over[0]]
         self.entries[theirs.id] = NamespaceEntry(theirs, groups)
         return theirs.id, tuple(retired)
 
@@ -90,14 +94,21 @@ class Namespaces:
     def _admit_groups(self, groups: list[GroupGeometry]) -> dict[int, GroupGeometry]:
         if not groups:
             raise Unsupported("groups", "[]", "Name at least one cache group.")
+        known = {group.group: group for group in groups}
+        if len(known) != len(groups):
+            raise Unsupported("groups", str(groups), "Name every cache group once.")
         for group in groups:
+            if not (0 <= group.group < 1 << 32 and 0 < group.chunk_tokens < 1 << 31):
+                raise Unsupported(
+                    f"groups[{group.group}]", str(group), "An index and a number of tokens."
+                )
             if not 0 < group.chunk_bytes <= self.slot_bytes:
                 raise Unsupported(
                     f"groups[{group.group}].chunk_bytes",
                     str(group.chunk_bytes),
                     f"A slot of this pool holds {self.slot_bytes} bytes; raise host.slot_bytes.",
                 )
-        return {group.group: group for group in groups}
+        return known
 
     def _admit_again(
         self, known: NamespaceEntry, groups: dict[int, GroupGeometry]

@@ -10,6 +10,7 @@ class SlotEntry:
     """
 
     __slots__ = (
+        "_ref",
         "checksum",
         "depth",
         "generation",
@@ -47,11 +48,14 @@ class SlotEntry:
         self.owner_pid = self.owner_started = self.pins = 0
         self.state = SlotState.WRITING
         self.listed = True
+        self._ref: SlotRef | None = None
 
     @property
     def ref(self) -> SlotRef:
-        """The slot and its generation."""
-        return SlotRef(self.slot, self.generation)
+        """The slot and its generation; neither changes once this was asked."""
+        if self._ref is None:
+            self._ref = SlotRef(self.slot, self.generation)
+        return self._ref
 
     @property
     def chunk(self) -> Chunk:
