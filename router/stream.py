@@ -177,7 +177,7 @@ class SourceStream(Generic[B, S]):
         self._known = False
         """Whether an epoch was ever heard."""
         self._has_snapshots = True
-        """Whether the publisher is thought to have snapshots."""
+        """Whether the publisher is thought to have snapshots; what shows an epoch has them."""
         self._adopt = False
         """The next batch, whatever its number, is where the stream begins."""
         self._actions: list[Action[B, S]] = []
@@ -248,7 +248,7 @@ class SourceStream(Generic[B, S]):
                 self._wait.stale = True
                 return self._take()
             self._pending.clear()
-        self._enter(epoch)
+        self._enter(epoch, now_s)
         self._heard_s = now_s
         self.counts.snapshots += 1
         self._actions.append(Load(self.source, snapshot))
@@ -266,8 +266,11 @@ class SourceStream(Generic[B, S]):
         if wait.kind is _Asked.NOTHING or wait.stale:
             return self._take()
         self._heard_s = now_s
-        kind, wait.kind = wait.kind, _Asked.NOTHING
-        if kind is _Asked.SNAPSHOT and not wait.answered:
+        lacks_snapshot = wait.kind is _Asked.SNAPSHOT and not wait.answered
+        if lacks_snapshot and self.epoch:
+            return self._take()  # It is asked again when its time is over.
+        wait.kind = _Asked.NOTHING
+        if lacks_snapshot:
             self._has_snapshots = False
             self._begin_anew(now_s)
             return self._take()
@@ -323,13 +326,17 @@ class SourceStream(Generic[B, S]):
                 self.counts.ignored += 1
                 return False
             self._restart(now_s)
-        self._enter(epoch)
+        self._enter(epoch, now_s)
         self._history.newest_ts = max(self._history.newest_ts, ts)
         return True
 
-    def _enter(self, epoch: int) -> None:
+    def _enter(self, epoch: int, now_s: float) -> None:
         self._known = True
         self.epoch = epoch
+        if epoch and not self._has_snapshots:
+            self._has_snapshots = True
+            self._distrust()
+            self._rebuild(now_s)
 
     def _restart(self, now_s: float) -> None:
         """Drop the source; its publisher began anew, perhaps with chunks that it kept."""
