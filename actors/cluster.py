@@ -2,7 +2,9 @@
 
 import contextlib
 import logging
+import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -12,10 +14,9 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
+from .nodes import NODE_LABEL
 from .quiet import quiet_ray
 
-NODE_LABEL = "kvfabric/node"
-"""The label that says which of the fabric's nodes a raylet is."""
 OBJECT_STORE_BYTES = 80 << 20
 """Ray's minimum is about 75 MB; no KV goes through the object store."""
 CPUS_PER_NODE = 8
@@ -56,25 +57,47 @@ def local_cluster(nodes: Sequence[str], namespace: str = "kvfabric") -> Generato
     cluster = Cluster()
     raylets: dict[str, object] = {}
     try:
-        for number, node in enumerate(nodes):
-            head: dict[str, Any] = (
-                {"_system_config": HEALTH_CHECKS, "temp_dir": folder} if number == 0 else {}
+        with _standard_error_aside():
+            for number, node in enumerate(nodes):
+                head: dict[str, Any] = (
+                    {"_system_config": HEALTH_CHECKS, "temp_dir": folder} if number == 0 else {}
+                )
+                raylets[node] = cluster.add_node(
+                    num_cpus=CPUS_PER_NODE,
+                    include_dashboard=False,
+                    labels={NODE_LABEL: node},
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    **head,
+                )
+            ray.init(
+                address=cluster.address,
+                namespace=namespace,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
             )
-            raylets[node] = cluster.add_node(
-                num_cpus=CPUS_PER_NODE,
-                include_dashboard=False,
-                labels={NODE_LABEL: node},
-                object_store_memory=OBJECT_STORE_BYTES,
-                **head,
-            )
-        ray.init(
-            address=cluster.address,
-            namespace=namespace,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
         yield LocalCluster(cluster, raylets)
     finally:
         ray.shutdown()
         cluster.shutdown()
         shutil.rmtree(Path(folder), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _standard_error_aside() -> Generator[None]:
+    """Keep what is written to descriptor 2 apart, and show it only if the start fails.
+
+    Ray's C++ part warns there of every address that it cannot reach, before it knows its log level.
+    """
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as aside:
+        kept = os.dup(2)
+        os.dup2(aside.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            aside.seek(0)
+            os.write(kept, aside.read())
+            raise
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)

@@ -8,10 +8,11 @@ import ray
 
 from ..fabric.clock import SystemClock
 from ..fabric.config import PoolConfig, parse
+from ..fabric.errors import FabricError
 from ..tiers.pool.server import PoolServer
 from ..tiers.pool.sockets import PoolAddresses
 
-POOL_NAME = "kvfabric-pool-{run}-{node}"
+POOL_NAME = "kvfabric-pool/{run}/{node}"
 """Actors are found by this name in the fabric's Ray namespace."""
 
 
@@ -21,11 +22,25 @@ class PoolShell:
     When it dies, Ray starts it again on the same node; it then adopts the region as it lies, so
     that committed chunks serve at once. Methods may run again after a restart and change nothing
     twice.
+
+    An error of the constructor would reach callers as text, without its class and fields. So it is
+    kept, and every method raises it; whoever started the actor then ends it.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self._server = PoolServer(parse(PoolConfig, config), SystemClock())
-        self._server.start()
+        self._started: PoolServer | FabricError
+        try:
+            server = PoolServer(parse(PoolConfig, config), SystemClock())
+            server.start()
+            self._started = server
+        except FabricError as error:
+            self._started = error
+
+    @property
+    def _server(self) -> PoolServer:
+        if isinstance(self._started, FabricError):
+            raise self._started
+        return self._started
 
     @ray.method
     def addresses(self) -> PoolAddresses:
@@ -55,7 +70,8 @@ class PoolShell:
     @ray.method
     def shutdown(self) -> None:
         """Drain, remove the files, and be ready to be killed."""
-        self._server.stop(unlink=True)
+        if isinstance(self._started, PoolServer):
+            self._started.stop(unlink=True)
 
 
 PoolActor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=3)(PoolShell)

@@ -5,13 +5,15 @@ Nothing on a request's path calls it: replicas follow its stream and decide in t
 """
 
 import logging
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import ray
 import zmq
+from ray.exceptions import RayActorError, RayTaskError
 
 from ..fabric.clock import SystemClock
 from ..fabric.errors import FabricError
@@ -20,14 +22,16 @@ from ..router.delta_socket import AuthoritySocket
 from ..router.ingest import Ingest, SourceEndpoints
 from ..router.replica import Authority
 from ..tiers.pool.sockets import PoolAddresses, usual_port
+from .pool import POOL_NAME
 
 LOG = logging.getLogger("kvfabric.router")
 
-ROUTER_NAME = "kvfabric-router-{run}"
+ROUTER_NAME = "kvfabric-router/{run}"
 """The actor is found by this name in the fabric's Ray namespace."""
 INGEST_POLL_MS = 20
 """How long a request of a replica may wait while events are awaited."""
-CALL_S = 10.0
+FIND_POOLS_S = 5.0
+"""What a restarted router waits for pools to say where they are: longer than one's restart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +43,24 @@ class RouterAddresses:
 
 
 class RouterShell:
-    """One per fabric. Started again when it dies; the pools' snapshots then tell it everything."""
+    """One per fabric. Started again when it dies; the pools' snapshots then tell it everything.
 
-    def __init__(self, run: str, pools: Sequence[PoolAddresses]) -> None:
+    It asks Ray which pools there are: the arguments of its constructor are those of its first life.
+    """
+
+    def __init__(self, run: str, pools: Sequence[PoolAddresses], *, loopback: bool = True) -> None:
         self._clock = SystemClock()
         self._recorder = PrometheusRecorder()
         context: zmq.Context[Any] = zmq.Context()
         # Milliseconds since 1970: larger than in any earlier life, as the protocol asks.
         epoch = int(self._clock.unix_s() * 1000)
         self._authority = Authority(f"router-{run}", epoch, self._clock)
-        self._socket = _bound(context, self._authority, run)
+        host = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
+        self._socket = _bound(context, self._authority, run, host)
         self._ingest = Ingest(context, self._authority, self._clock)
         self._lock = threading.Lock()
-        for pool in pools:
+        self._pools: dict[str, PoolAddresses] = {}
+        for pool in find_pools(run, pools):
             self._add(pool)
         threading.Thread(target=self._run, name="kvfabric-router", daemon=True).start()
 
@@ -63,13 +72,14 @@ class RouterShell:
 
     @ray.method
     def sources(self, add: Sequence[PoolAddresses], remove: Sequence[str]) -> None:
-        """Follow these pools, and no longer those of these nodes."""
+        """Follow these pools, and no longer those of these nodes. Those followed already stay."""
         with self._lock:
             for node in remove:
                 self._forget(node)
             for pool in add:
-                self._forget(pool.node)
-                self._add(pool)
+                if self._pools.get(pool.node) != pool:
+                    self._forget(pool.node)
+                    self._add(pool)
 
     @ray.method
     def holdings(self) -> dict[str, int]:
@@ -81,11 +91,18 @@ class RouterShell:
                 for source in index.sources
             }
 
+    @ray.method
+    def pid(self) -> int:
+        """The process, for tests that kill it."""
+        return os.getpid()
+
     def _add(self, pool: PoolAddresses) -> None:
+        self._pools[pool.node] = pool
         self._ingest.add_source(pool.node, SourceEndpoints(pool.events, pool.replay))
         self._authority.set_pool(pool.node, pool.peer)
 
     def _forget(self, node: str) -> None:
+        self._pools.pop(node, None)
         self._ingest.remove_source(node)
         self._authority.set_pool(node, "")
 
@@ -100,13 +117,45 @@ class RouterShell:
                 LOG.exception("an error escaped; the router goes on")
 
 
-def _bound(context: "zmq.Context[Any]", authority: Authority, run: str) -> AuthoritySocket:
+def find_pools(run: str, known: Iterable[PoolAddresses]) -> list[PoolAddresses]:
+    """Return the pools of a run that Ray knows now, where they say they are.
+
+    One that does not answer in time is taken to be where it was known to be: its ports are the same
+    after a restart.
+    """
+    prefix = POOL_NAME.format(run=run, node="")
+    # Ray's annotation is that of the call for one namespace: names only.
+    named = cast("list[dict[str, str]]", ray.util.list_named_actors(all_namespaces=True))
+    asked = {
+        one["name"].removeprefix(prefix): ray.get_actor(one["name"], one["namespace"])
+        for one in named
+        if one["name"].startswith(prefix)
+    }
+    answers: dict[str, ray.ObjectRef[PoolAddresses]] = {
+        node: actor.addresses.remote() for node, actor in asked.items()
+    }
+    found = {pool.node: pool for pool in known if pool.node in answers}
+    if not answers:
+        return []
+    answered, _ = ray.wait(list(answers.values()), num_returns=len(answers), timeout=FIND_POOLS_S)
+    for node, answer in answers.items():
+        if answer in answered:
+            try:
+                found[node] = ray.get(answer)
+            except (RayActorError, RayTaskError):
+                LOG.exception("the pool of node %s did not start", node)
+    return list(found.values())
+
+
+def _bound(
+    context: "zmq.Context[Any]", authority: Authority, run: str, host: str
+) -> AuthoritySocket:
     """Bind where the router was before, so that replicas find it again; else anywhere."""
-    usual = [f"tcp://127.0.0.1:{usual_port(run, what)}" for what in ("deltas", "replay")]
+    usual = [f"tcp://{host}:{usual_port(run, what)}" for what in ("deltas", "replay")]
     try:
         return AuthoritySocket(context, authority, *usual)
     except FabricError:
-        return AuthoritySocket(context, authority)
+        return AuthoritySocket(context, authority, f"tcp://{host}:*", f"tcp://{host}:*")
 
 
 RouterActor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=3)(RouterShell)

@@ -34,4 +34,6 @@ class WorkerShell:
         return self._worker.generate(tokens, output_tokens, fabric=False)
 
 
-WorkerActor = ray.remote(num_cpus=1, max_restarts=0)(WorkerShell)
+WorkerActor = ray.remote(num_cpus=0.5, max_restarts=0)(WorkerShell)
+"""Half a CPU: it computes in one thread, and one kind of worker waits while the other computes. So
+a prefill, a decode and a plain worker fit a node of two cores."""

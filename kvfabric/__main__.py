@@ -1,7 +1,7 @@
 """The command line: `kvfabric demo | bench | sweep`."""
 
-import json
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -9,13 +9,20 @@ import typer
 from rich.console import Console
 
 from .fabric.clock import SystemClock
-from .fabric.errors import FabricError
+from .fabric.errors import ConfigError, FabricError
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="One KV cache for a fleet of LLM engines."
 )
 
 PLOT_NAME = "kvfabric-demo.png"
+
+
+class Network(str, Enum):  # noqa: UP042 (typer reads the value of a str enum)
+    """Where the demo's cluster listens."""
+
+    PRIVATE = "private"
+    HOST = "host"
 
 
 @app.callback()
@@ -38,10 +45,13 @@ def demo(  # noqa: PLR0913 (each is an option of the command)
     block_tokens: Annotated[int, typer.Option(help="Tokens of an engine block.")] = 16,
     workers: Annotated[int, typer.Option(help="Prefill workers, and as many for decode.")] = 2,
     seed: Annotated[int, typer.Option(help="Of the model and the workload.")] = 0,
+    region_bytes: Annotated[
+        int | None, typer.Option(help="Of each pool; default: 60% of what is needed.")
+    ] = None,
     plot: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path(PLOT_NAME),
     network: Annotated[
-        str, typer.Option(help="private: loopback only; host: Ray's way.")
-    ] = "private",
+        Network, typer.Option(help="private: loopback only; host: Ray's way.")
+    ] = Network.PRIVATE,
     *,
     kill: Annotated[bool, typer.Option(help="Kill a pool, then a whole node, on the way.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON object.")] = False,
@@ -51,12 +61,14 @@ def demo(  # noqa: PLR0913 (each is an option of the command)
     from .actors.quiet import quiet_ray
 
     quiet_ray()
-    if network == "private" and isolate_network() is Isolation.HOST:
+    if not plot.absolute().parent.is_dir():
+        raise ConfigError("plot", f"{plot.parent} is no folder", "Make it, or name another")
+    if network is Network.PRIVATE and isolate_network() is Isolation.HOST:
         typer.echo("no private network here; Ray listens on this host's address", err=True)
     from .actors.demo.options import DemoOptions
     from .actors.demo.plot import draw
     from .actors.demo.run import run
-    from .actors.demo.view import differing, print_end
+    from .actors.demo.view import finish
 
     console = Console(stderr=as_json)
     options = DemoOptions(
@@ -72,16 +84,12 @@ def demo(  # noqa: PLR0913 (each is an option of the command)
         block_tokens=block_tokens,
         seed=seed,
         kill=kill,
+        region_bytes=region_bytes,
     )
     tally = run(options, console, SystemClock())
-    print_end(tally, console)
     draw(tally, plot)
     console.print(f"picture: {plot}")
-    if as_json:
-        typer.echo(json.dumps(tally.summary()))
-    if not tally.tokens_identical:
-        console.print(f"requests that differ: {list(differing(tally))}")
-        raise typer.Exit(1)
+    raise typer.Exit(finish(tally, console, as_json=as_json))
 
 
 @app.command()

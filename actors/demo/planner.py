@@ -55,6 +55,11 @@ class Planner:
         with self._lock:
             self.replica.decider.settle(plan.reservation)
 
+    def cancel(self, plan: Plan) -> None:
+        """The request will not run there after all: take back what was promised."""
+        with self._lock:
+            self.replica.decider.cancel(plan.reservation)
+
     def handoff(self, prefill_node: str, chunks: int) -> tuple[SourceRange, ...]:
         """Say from whom a decode worker pulls what was prefilled a moment ago.
 

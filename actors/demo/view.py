@@ -1,7 +1,9 @@
 """The demo's live view, and its table at the end."""
 
+import json
+import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from rich.console import Console, Group
 from rich.panel import Panel
@@ -18,10 +20,10 @@ NEWS_MAX = 6
 class View:
     """Everything that the live view shows. Other threads set it; rich draws it."""
 
-    def __init__(self, requests: int, roles: Mapping[str, str]) -> None:
+    def __init__(self, requests: int, roles: Mapping[str, str], tally: Tally) -> None:
         self.requests = requests
         self.roles = dict(roles)
-        self.tally = Tally()
+        self.tally = tally
         self.pools: dict[str, dict[str, float]] = {}
         self.news: deque[str] = deque(maxlen=NEWS_MAX)
 
@@ -104,6 +106,16 @@ def print_end(tally: Tally, console: Console) -> None:
     console.print(verdict)
 
 
-def differing(tally: Tally) -> Sequence[int]:
-    """Return the requests whose tokens differ."""
-    return [one.request_id for one in tally.served if not one.identical]
+def finish(tally: Tally, console: Console, *, as_json: bool) -> int:
+    """Print the table and, if asked, one JSON object as the last line of standard output.
+
+    Returns the exit code: 1 if any token differs from the one computed without the fabric.
+    """
+    print_end(tally, console)
+    if not tally.tokens_identical:
+        differing = [one.request_id for one in tally.served if not one.identical]
+        console.print(f"requests that differ: {differing}")
+    if as_json:
+        sys.stdout.write(json.dumps(tally.summary()) + "\n")
+        sys.stdout.flush()
+    return 0 if tally.tokens_identical else 1

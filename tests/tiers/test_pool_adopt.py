@@ -107,6 +107,8 @@ def test_an_owner_that_comes_back_may_abort_what_it_was_used():
     d.abort("new name", [chunk.slot])
     assert d.stats().quarantined == 3
     d.owner_gone("new name")
+    assert d.stats().quarantined == 3
+    d.process_gone(2, 102)
     assert d.stats().quarantined == 1
     d.process_gone(1, 101)
     assert d.stats().quarantined == 0
@@ -118,11 +120,14 @@ def test_one_owner_leaving_does_not_free_what_its_process_may_still_write():
     d = directory(buffer)
     d.adopt(only((2, 102)))
     d.open_owner("b1", 10.0, 2, 102, 0.0)
-    d.open_owner("b2", 10.0, 2, 102, 0.0)
-    d.owner_gone("b1")
+    d.owner_gone("b1")  # before "b", who writes, has heard of the new pool
     assert d.stats().quarantined == 2
-    d.owner_gone("b2")
+    d.open_owner("c", 10.0, 3, 103, 0.0)
+    granted = d.reserve("c", NS, [key(n) for n in range(10, 13)], range(3), [64] * 3, 0.0)
+    assert {one.slot.slot for one in granted}.isdisjoint({4, 5})
+    d.process_gone(2, 102)
     assert d.stats().quarantined == 0
+    d.check()
 
 
 def test_abort_by_reference_after_adoption():

@@ -88,11 +88,8 @@ class Model:
     def forget(self, owner: str) -> None:
         self.unpin_all(owner)
         self.deadlines.pop(owner, None)
-        others = [o for o in self.deadlines if PROCESSES[o] == PROCESSES[owner]]
-        for ref, mine in list(self.writing.items()):
-            unclaimed = not mine.owner and mine.process == PROCESSES[owner]
-            if mine.owner == owner or (unclaimed and not others):
-                del self.writing[ref]
+        for ref in [ref for ref, mine in self.writing.items() if mine.owner == owner]:
+            del self.writing[ref]
 
     def give_up(self, owner: str, ref: SlotRef) -> None:
         mine = self.writing.get(ref)

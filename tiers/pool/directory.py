@@ -110,7 +110,11 @@ class Directory:
         self._hear(owner, now_s)
 
     def owner_gone(self, owner: str) -> None:
-        """Free all that an owner held: its process is dead, or it said that it will not write."""
+        """Free all that an owner held: its process is dead, or it said that it will not write.
+
+        What its process was writing under an earlier pool stays quarantined: it may be that of
+        another owner of the process, who has not come back yet.
+        """
         known = self._leases.find(owner)
         if known is None:
             return
@@ -118,8 +122,6 @@ class Directory:
             self._slots.discard(entry)
         self._drop_pins(known)
         self._leases.forget(known)
-        if all(other.process != known.process for other in self._leases):
-            self._discard_unclaimed(known.process)
 
     def process_gone(self, pid: int, pid_started: int) -> None:
         """Free all that any owner of a dead process held."""
@@ -128,7 +130,8 @@ class Directory:
         process = pid, pid_started
         for name in [owner.name for owner in self._leases if owner.process == process]:
             self.owner_gone(name)
-        self._discard_unclaimed(process)
+        for entry in self._unclaimed.pop(process, {}).values():
+            self._slots.discard(entry)
 
     def unclaimed_processes(self) -> frozenset[tuple[int, int]]:
         """Return pid and start time of the processes that wrote under an earlier pool.
@@ -432,7 +435,3 @@ class Directory:
                 self._slots.discard(entry)
         if not unclaimed:
             self._unclaimed.pop(holder.process, None)
-
-    def _discard_unclaimed(self, process: tuple[int, int]) -> None:
-        for entry in self._unclaimed.pop(process, {}).values():
-            self._slots.discard(entry)

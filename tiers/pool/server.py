@@ -23,7 +23,7 @@ from typing import Any
 
 from ...fabric.clock import Clock
 from ...fabric.config import PoolConfig
-from ...fabric.errors import FabricError, Malformed
+from ...fabric.errors import Closed, FabricError, Malformed, Unavailable
 from ...fabric.events import parse_replay_request
 from ...fabric.metrics import PrometheusRecorder
 from ...fabric.wire import decode
@@ -93,6 +93,8 @@ class PoolServer:
         self._undo: list[Callable[[], object]] = []
         self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._calls_lock = threading.Lock()
+        self._serving = False
+        """Whether the thread will still look at calls, and the sockets may be woken."""
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._watched: dict[int, tuple[int, int]] = {}
@@ -108,6 +110,7 @@ class PoolServer:
             self._undo_all()
             raise
         self._unlink = False
+        self._serving = True
         self._thread = threading.Thread(target=self._run, name="kvfabric-pool", daemon=True)
         self._thread.start()
 
@@ -116,12 +119,14 @@ class PoolServer:
         self._unlink = self._unlink or unlink
         self._stopping.set()
         if self._thread is not None:
-            self.sockets.wake()
+            with self._calls_lock:
+                if self._serving:
+                    self.sockets.wake()
             self._thread.join()
             self._thread = None
 
     def stats(self) -> dict[str, float]:
-        """Return gauges and counts by name."""
+        """Return gauges and counts by name. Raises `Closed`, or `Unavailable` after `CALL_S`."""
         return self._call(self._stats)
 
     def check(self) -> None:
@@ -219,6 +224,11 @@ class PoolServer:
             except Exception:  # the thread's outermost loop: a pool that stops answers nobody
                 self.recorder.count("kvfabric_loop_errors_total", loop="pool")
                 LOG.exception("an unexpected error escaped; the pool goes on")
+        with self._calls_lock:
+            self._serving = False
+            for _, future in self._calls:
+                future.set_exception(Closed("the pool"))
+            self._calls.clear()
         self._undo_all()
 
     def _turn(self) -> None:
@@ -248,9 +258,8 @@ class PoolServer:
         if self.fetcher.busy or (self.source is not None and self.source.has_grants):
             return BUSY_POLL_MS
         deadline_s = min(self.directory.next_deadline_s(), self.fetcher.fetches.next_deadline_s())
-        if deadline_s == float("inf"):
-            return IDLE_POLL_MS
-        return max(0, min(IDLE_POLL_MS, int((deadline_s - self.clock.now_s()) * 1000) + 1))
+        left_ms = (deadline_s - self.clock.now_s()) * 1000  # infinite, too, and on either side
+        return int(max(0, min(IDLE_POLL_MS, left_ms + 1)))
 
     def _on_peer(self, identity: bytes, frame: bytes) -> None:
         try:
@@ -338,9 +347,14 @@ class PoolServer:
     def _call(self, work: Callable[[], Any]) -> Any:
         future: Future[Any] = Future()
         with self._calls_lock:
+            if not self._serving:
+                raise Closed("the pool")
             self._calls.append((work, future))
-        self.sockets.wake()
-        return future.result(CALL_S)
+            self.sockets.wake()
+        try:
+            return future.result(CALL_S)
+        except TimeoutError as error:
+            raise Unavailable("the pool's own thread", CALL_S, "It is overloaded.") from error
 
     def metrics(self) -> bytes:
         """Return all metrics in Prometheus' text form."""
