@@ -103,5 +103,5 @@ def parse(model: type[P], values: Mapping[str, Any]) -> P:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or model.__name__
         raise ConfigError(
-            field, first["msg"], f"See the fields of {model.__name__} in docs/HACKING.md"
+            field, first["msg"], f"See {model.__name__} among the settings in README.md"
         ) from error

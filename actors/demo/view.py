@@ -57,7 +57,7 @@ def nodes_table(pools: Mapping[str, Mapping[str, float]], roles: Mapping[str, st
             ProgressBar(max(slots, 1), ready, 16),
             f"{ready / max(slots, 1):4.0%}",
             str(ready),
-            f"{stats.get('evicted', 0):.0f}",
+            f"{stats.get('evictions', 0):.0f}",
             f"{stats.get('fs_chunks', 0):.0f}",
             f"{stats.get('pull_chunks', 0):.0f}",
         )

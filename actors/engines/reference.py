@@ -20,7 +20,7 @@ from ...fabric.checksum import checksum
 from ...fabric.clock import Clock
 from ...fabric.errors import FabricError, Unavailable
 from ...fabric.keys import BlockHasher, HashAlgorithm
-from ...fabric.layout import GroupLayout
+from ...fabric.layout import GroupLayout, layout_id
 from ...fabric.namespace import Namespace
 from ...fabric.types import ChunkKey, Lookup, SourceRange
 from ...fabric.wire import GroupGeometry
@@ -234,7 +234,7 @@ def reference_namespace(settings: EngineSettings, layout: GroupLayout, numerics:
         kv_scales="none",
         rope=model.rope,
         max_model_len=str(model.max_len),
-        layout=layout.id,
+        layout=layout_id([layout]),
         chunk_tokens=str(settings.chunk_tokens),
         tokens_per_hash=str(settings.block_tokens),
         hash_algorithm=HashAlgorithm.SHA256_CBOR.value,

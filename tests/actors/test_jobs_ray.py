@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,26 +46,36 @@ def submit(*arguments, cwd):
     )
 
 
-@pytest.fixture(scope="module")
-def head(private_network, tmp_path_factory, until) -> Iterator[None]:
-    """A head node with its dashboard, as `ray start` makes it."""
-    # Short: Ray puts sockets there, and their paths have a limit of 107 bytes.
-    folder = Path(os.environ.get("TMPDIR") or "/tmp") / f"kvj-{os.getpid()}"
-    log = tmp_path_factory.mktemp("head") / "log"
-    options = ["--head", "--block", "--num-cpus=2", "--object-store-memory=80000000"]
-    options += [f"--temp-dir={folder}", "--dashboard-host=127.0.0.1", "--dashboard-port=8265"]
+def start(log, *options):
+    """Run `ray start` until it is terminated."""
     env = environment()
     del env["RAY_ADDRESS"]
+    command = [BIN / "ray", "start", "--block", "--object-store-memory=80000000", *options]
     with log.open("w") as out:
-        process = subprocess.Popen(
-            [BIN / "ray", "start", *options], stdout=out, stderr=out, env=env
-        )
+        return subprocess.Popen(command, stdout=out, stderr=out, env=env)
+
+
+@pytest.fixture(scope="module")
+def head(private_network, tmp_path_factory, until) -> Iterator[None]:
+    """A head node with its dashboard and a second node, as `ray start` makes them, no labels."""
+    # Short: Ray puts sockets there, and their paths have a limit of 107 bytes.
+    folder = Path(tempfile.gettempdir()) / f"kvj-{os.getpid()}"
+    logs = tmp_path_factory.mktemp("logs")
+    dashboard = ["--dashboard-host=127.0.0.1", "--dashboard-port=8265"]
+    options = ["--head", "--port=6379", "--num-cpus=2", f"--temp-dir={folder}", *dashboard]
+    nodes = [start(logs / "head", *options)]
     try:
         until(lambda: submit("list", cwd=ROOT).returncode == 0, 60, "the dashboard answers")
+        # Agents of two nodes with one address need two ports.
+        options = ["--address=127.0.0.1:6379", "--num-cpus=1", "--dashboard-agent-listen-port=0"]
+        nodes.append(start(logs / "second", *options))
+        log = logs / "second"
+        until(lambda: "Ray runtime started" in log.read_text(), 60, "the second node runs")
         yield
     finally:
-        process.terminate()
-        process.wait(30)
+        for node in reversed(nodes):
+            node.terminate()
+            node.wait(30)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -76,6 +87,9 @@ def ran(job, code_in):
     assert summary["tokens_identical"] is True
     assert summary["requests"] == 4
     assert sum(summary["reused_tokens"].values()) > 0
+    # What one node prefills, the other decodes.
+    assert summary["handoff_tokens"] > 0
+    assert summary["bytes"]["peer"] > 0
     assert "What the fabric saved" in job.stdout
     (started,) = (line for line in lines if line.startswith("started the fabric"))
     assert code_in in started
@@ -89,6 +103,7 @@ def test_the_example_runs_as_a_job_from_the_checkout(head):
     assert summary["faults"] == 0
 
 
+@pytest.mark.soak  # because it takes as long as one that runs
 def test_a_job_that_cannot_run_fails_with_the_reason(head):
     command = ["submit", "--working-dir", ".", "--", "python", "examples/multi_turn.py"]
     job = submit(*command, "--scale", "0.3", cwd=ROOT)

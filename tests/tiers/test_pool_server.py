@@ -1,6 +1,5 @@
 """The pool's server in this process: what its one thread survives, and what callers are told."""
 
-
 import os
 import threading
 
