@@ -41,6 +41,7 @@ def command(monkeypatch, capsys, *arguments):
         (["--block-tokens", "0"], "block_tokens: is 0"),
         (["--block-tokens", "64", "--chunk-tokens", "64"], "block_tokens: 64 does not divide 32"),
         (["--workers", "0"], "workers: is 0"),
+        (["--kill", "--conversations", "1", "--turns", "1"], "kill: 1 request leaves none"),
         (["--turns", "-1"], "turns: is -1"),
         (["--requests", "0"], "requests: is 0"),
         (["--plot", "no-such-folder/demo.png"], "plot: no-such-folder is no folder"),
