@@ -44,6 +44,7 @@ soak: $(READY)
 # -P: this folder stays off the import path, so that only `kvfabric` is found.
 gpu: $(READY)
 	$(BIN)/python -P -m kvfabric.kernels.gpu_checks $(ARGS)
+	$(BIN)/pytest -m gpu
 
 bench: $(READY)
 	$(BIN)/kvfabric bench $(ARGS)

@@ -51,18 +51,19 @@ class RouterShell:
     def __init__(self, run: str, pools: Sequence[PoolAddresses], *, loopback: bool = True) -> None:
         self._clock = SystemClock()
         self._recorder = PrometheusRecorder()
-        context: zmq.Context[Any] = zmq.Context()
+        self._context: zmq.Context[Any] = zmq.Context()
         # Milliseconds since 1970: larger than in any earlier life, as the protocol asks.
         epoch = int(self._clock.unix_s() * 1000)
         self._authority = Authority(f"router-{run}", epoch, self._clock)
         host = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
-        self._socket = _bound(context, self._authority, run, host)
-        self._ingest = Ingest(context, self._authority, self._clock)
+        self._socket = _bound(self._context, self._authority, run, host)
+        self._ingest = Ingest(self._context, self._authority, self._clock)
         self._lock = threading.Lock()
         self._pools: dict[str, PoolAddresses] = {}
         for pool in find_pools(run, pools):
             self._add(pool)
-        threading.Thread(target=self._run, name="kvfabric-router", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="kvfabric-router", daemon=True)
+        self._thread.start()
 
     @ray.method
     def addresses(self) -> RouterAddresses:
@@ -92,6 +93,11 @@ class RouterShell:
             }
 
     @ray.method
+    def metrics(self) -> bytes:
+        """All metrics in Prometheus' text form."""
+        return self._recorder.exposition()
+
+    @ray.method
     def pid(self) -> int:
         """The process, for tests that kill it."""
         return os.getpid()
@@ -115,6 +121,9 @@ class RouterShell:
             except FabricError:
                 self._recorder.count("kvfabric_loop_errors_total", loop="router")
                 LOG.exception("an error escaped; the router goes on")
+            except Exception:  # the thread's outermost loop: a router that stops tells nobody
+                self._recorder.count("kvfabric_loop_errors_total", loop="router")
+                LOG.exception("an unexpected error escaped; the router goes on")
 
 
 def find_pools(run: str, known: Iterable[PoolAddresses]) -> list[PoolAddresses]:

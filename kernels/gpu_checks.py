@@ -155,6 +155,25 @@ def check_far(packer: MakePacker, device: str) -> None:
     np.testing.assert_array_equal(cache[-2:].cpu().numpy(), rows, "far unpack")
 
 
+def check_out_of_range(packer: MakePacker, device: str) -> None:
+    """Give ids and slots that nothing has: they must be skipped, and the rest be moved."""
+    group = GroupLayout.mla(2, 64, 8)
+    rows = np.random.default_rng(3).integers(0, 256, (2, 4, 4, 64), dtype=np.uint8)
+    cache = torch.from_numpy(rows).to(device)
+    # What lies before and behind the slots would be written if they were not checked.
+    memory = torch.full((5, group.chunk_bytes), POISON, dtype=torch.uint8, device=device)
+    chunks = memory[1:4]
+    ids = torch.tensor([[0, 1], [2, 3], [4, -1], [3, 0]], device=device)
+    slots = torch.tensor([3, -1, 0, 1], device=device)
+    tested = packer(group, [EngineCacheView.mla(layer) for layer in cache], 0, 1)
+    tested.pack(ids, chunks, slots)
+    wanted = np.full((5, group.chunk_bytes), POISON, np.uint8)
+    wanted[2] = rows[:, [3, 0]].ravel()
+    np.testing.assert_array_equal(memory.cpu().numpy(), wanted, "out of range: pack")
+    tested.unpack(ids, chunks, slots)
+    np.testing.assert_array_equal(cache.cpu().numpy(), rows, "out of range: unpack")
+
+
 def _same_axes(view: EngineCacheView, group: GroupLayout) -> EngineCacheView:
     copies = [torch.as_tensor(part.data).cpu().numpy().copy(order="C") for part in view.parts]
     if group.kind is GroupKind.DENSE:
@@ -276,7 +295,11 @@ def comparisons(device: str) -> list[tuple[str, Callable[[], object]]]:
         (f"pack: {case.name}", lambda case=case: check_pack(case, TritonPacker, device))
         for case in PACK_CASES
     ]
-    return [*checks, ("pack: past 4 GiB", lambda: check_far(TritonPacker, device))]
+    return [
+        *checks,
+        ("pack: past 4 GiB", lambda: check_far(TritonPacker, device)),
+        ("pack: ids and slots out of range", lambda: check_out_of_range(TritonPacker, device)),
+    ]
 
 
 def main() -> int:

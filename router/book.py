@@ -7,7 +7,7 @@ there. Both end after `hold_s` at the latest; by then the pool's own event has c
 handed in and must not go back. Threading: one thread at a time.
 """
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -47,8 +47,7 @@ class Book:
 
     def __init__(self, limits: BookLimits) -> None:
         self._limits = limits
-        self._promises: dict[int, _Promise] = {}
-        self._order: deque[int] = deque()
+        self._promises: OrderedDict[int, _Promise] = OrderedDict()
         self._next = 1
         self._reserved_s: dict[str, float] = {}
         self._sending_bytes: dict[str, int] = {}
@@ -78,7 +77,7 @@ class Book:
         """Reserve and expect what a decision will do. Returns the number of the promise."""
         self.expire(now_s)
         if len(self._promises) >= self._limits.reservations_max:
-            self._end(self._promises[self._order.popleft()])
+            self._end(self._oldest())
         pulls: dict[str, int] = {}
         for one in cost.ranges:
             if one.origin is Origin.PEER:
@@ -94,7 +93,6 @@ class Book:
             prompt,
         )
         self._promises[number] = promise
-        self._order.append(number)
         self._reserved_s[cost.worker] = self._reserved_s.get(cost.worker, 0.0) + cost.busy_s
         for source, size in pulls.items():
             self._sending_bytes[source] = self._sending_bytes.get(source, 0) + size
@@ -115,13 +113,12 @@ class Book:
         """It will not happen: nothing is reserved or expected any more."""
         promise = self._promises.get(number)
         if promise is not None:
-            self._order.remove(number)
             self._end(promise)
 
     def expire(self, now_s: float) -> None:
         """End what is past its time."""
-        while self._order and now_s >= self._promises[self._order[0]].until_s:
-            self._end(self._promises[self._order.popleft()])
+        while self._promises and now_s >= self._oldest().until_s:
+            self._end(self._oldest())
 
     def check(self) -> None:
         """Raise `Conservation` unless the sums are those of the promises."""
@@ -130,9 +127,12 @@ class Book:
         sent = sum(sum(one.pulls.values()) for one in open_ones)
         if abs(busy - sum(self._reserved_s.values())) > 1e-6 * (1 + busy):
             raise Conservation("reservations", f"{busy} s, {self._reserved_s}")
-        if sent != sum(self._sending_bytes.values()) or len(self._order) != len(self._promises):
+        if sent != sum(self._sending_bytes.values()):
             raise Conservation("reservations", f"{sent} bytes, {self._sending_bytes}")
         self._expected.check()
+
+    def _oldest(self) -> _Promise:
+        return next(iter(self._promises.values()))
 
     def _end(self, promise: _Promise) -> None:
         self._unreserve(promise)

@@ -24,17 +24,17 @@ thread. Lifecycle: `start`, then any order of the `on_*` methods and `tick`; no 
 The batches are opaque. The router's own delta stream uses the same machine.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
+
+from .history import History
 
 B = TypeVar("B")
 S = TypeVar("S")
 
 PENDING_MAX = 4096
 """Batches that wait for a gap to close: 40 s of an engine at 100 steps a second."""
-RECENT_MAX = 1024
-"""Numbers and stamps remembered to tell a late message from a restart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,22 +140,6 @@ class _Wait:
     """The answer was a snapshot of an older epoch."""
 
 
-@dataclass(slots=True)
-class _History:
-    """Numbers and stamps of the batches taken in, by number modulo its length."""
-
-    ring: list[tuple[int, float]] = field(default_factory=lambda: [(-1, 0.0)] * RECENT_MAX)
-    newest_ts: float = 0.0
-    applied_ts: float = 0.0
-
-    def note(self, seq: int, ts: float) -> None:
-        self.applied_ts = ts
-        self.ring[seq % RECENT_MAX] = (seq, ts)
-
-    def knows(self, seq: int, ts: float) -> bool:
-        return self.ring[seq % RECENT_MAX] == (seq, ts)
-
-
 class SourceStream(Generic[B, S]):
     """The machine of one source. Times are handed in, on any monotonic clock."""
 
@@ -167,7 +151,7 @@ class SourceStream(Generic[B, S]):
         """The number of the next batch to take in."""
         self.epoch = 0
         self._times = times
-        self._history = _History()
+        self._history = History()
         self._pending: dict[int, tuple[float, B]] = {}
         self._wait = _Wait(times.answer_s)
         self._heard_s = 0.0
@@ -177,7 +161,7 @@ class SourceStream(Generic[B, S]):
         self._known = False
         """Whether an epoch was ever heard."""
         self._has_snapshots = True
-        """Whether the publisher is thought to have snapshots."""
+        """Whether the publisher is thought to have snapshots; what shows an epoch has them."""
         self._adopt = False
         """The next batch, whatever its number, is where the stream begins."""
         self._actions: list[Action[B, S]] = []
@@ -248,7 +232,7 @@ class SourceStream(Generic[B, S]):
                 self._wait.stale = True
                 return self._take()
             self._pending.clear()
-        self._enter(epoch)
+        self._enter(epoch, now_s)
         self._heard_s = now_s
         self.counts.snapshots += 1
         self._actions.append(Load(self.source, snapshot))
@@ -263,11 +247,12 @@ class SourceStream(Generic[B, S]):
     def on_end(self, now_s: float) -> list[Action[B, S]]:
         """The answer to the outstanding request is complete."""
         wait = self._wait
-        if wait.kind is _Asked.NOTHING or wait.stale:
-            return self._take()
+        lacks_snapshot = wait.kind is _Asked.SNAPSHOT and not wait.answered
+        if wait.kind is _Asked.NOTHING or wait.stale or (lacks_snapshot and self.epoch):
+            return self._take()  # A snapshot lost or outdated is asked again when its time is over.
         self._heard_s = now_s
-        kind, wait.kind = wait.kind, _Asked.NOTHING
-        if kind is _Asked.SNAPSHOT and not wait.answered:
+        wait.kind = _Asked.NOTHING
+        if lacks_snapshot:
             self._has_snapshots = False
             self._begin_anew(now_s)
             return self._take()
@@ -323,13 +308,17 @@ class SourceStream(Generic[B, S]):
                 self.counts.ignored += 1
                 return False
             self._restart(now_s)
-        self._enter(epoch)
+        self._enter(epoch, now_s)
         self._history.newest_ts = max(self._history.newest_ts, ts)
         return True
 
-    def _enter(self, epoch: int) -> None:
+    def _enter(self, epoch: int, now_s: float) -> None:
         self._known = True
         self.epoch = epoch
+        if epoch and not self._has_snapshots:
+            self._has_snapshots = True
+            self._distrust()
+            self._rebuild(now_s)
 
     def _restart(self, now_s: float) -> None:
         """Drop the source; its publisher began anew, perhaps with chunks that it kept."""
@@ -337,7 +326,7 @@ class SourceStream(Generic[B, S]):
         self._distrust()
         self._actions.append(Drop(self.source))
         self._pending.clear()
-        self._history = _History()
+        self._history = History()
         self.expected = 0
         self._adopt = False
         outstanding = self._wait.kind is not _Asked.NOTHING

@@ -9,6 +9,7 @@ from ...fabric.config import PoolConfig, parse
 from ...fabric.errors import ConfigError
 from ...fabric.layout import GroupLayout
 from ...kernels.reference.config import DTYPE_BYTES, ModelConfig
+from ...kernels.reference.engine import PREFILL_TOKENS
 from ...tiers.pool.opening import geometry
 from ..engines.reference import EngineSettings
 from .workload import MultiTurnWorkload, TraceWorkload, Workload, longest_tokens
@@ -72,6 +73,12 @@ class DemoOptions:
                 "chunk_tokens",
                 f"{self.chunk_tokens} is not a multiple of block_tokens {self.block_tokens}",
                 "Give a multiple",
+            )
+        if PREFILL_TOKENS % self.block_tokens:
+            raise ConfigError(
+                "block_tokens",
+                f"{self.block_tokens} does not divide {PREFILL_TOKENS}, the engine's prefill piece",
+                f"Give one that divides {PREFILL_TOKENS}",
             )
 
     @property

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.live import Live
 
 from ...fabric.clock import Clock
+from ...fabric.errors import ConfigError
 from ...tiers.pool.sweep import sweep
 from ..cluster import LocalCluster, local_cluster
 from ..fabric import Fabric
@@ -25,11 +26,15 @@ from .view import View
 STATS_PERIOD_S = 0.5
 KILL_POOL_AT, KILL_NODE_AT = 0.33, 0.66
 """Shares of the requests after which `--kill` strikes."""
+KILL_REQUESTS_MIN = 2
+"""A strike comes after a request, and one must be left that feels it."""
 
 
 def run(options: DemoOptions, console: Console, clock: Clock) -> Tally:
     """Start everything, play, end everything. Raises `FabricError` for input that cannot be."""
     settings = options.settings(longest_request(options.workload()))
+    if options.kill and sum(1 for _ in options.workload().requests()) < KILL_REQUESTS_MIN:
+        raise ConfigError("kill", "1 request leaves none for afterwards", "Play more")
     name = f"demo-{os.getpid()}"
     with tempfile.TemporaryDirectory(prefix="kvf-files-") as folder:
         pools = options.pools(name, settings, Path(folder))

@@ -78,6 +78,12 @@ class Tally:
         """Prompt tokens whose KV decode workers loaded instead of computing."""
         return sum(sum(one.decode.reused.values()) for one in self.served)
 
+    @property
+    def handoff_computed_tokens(self) -> int:
+        """Prompt tokens that decode workers computed: what follows the last full chunk, the last
+        token in any case, and what did not come over."""
+        return sum(one.decode.computed_tokens for one in self.served)
+
     def ttft_ms(self, kind: str) -> list[float]:
         """Times to first token, in the order served: `with` or `without` the fabric."""
         return [(one.prefill if kind == "with" else one.plain).ttft_s * 1e3 for one in self.served]
@@ -94,6 +100,7 @@ class Tally:
             "computed_tokens": self.computed_tokens,
             "reused_tokens": reused,
             "handoff_tokens": self.handoff_tokens,
+            "handoff_computed_tokens": self.handoff_computed_tokens,
             "hit_ratio": sum(reused.values()) / prompt if prompt else 0.0,
             "ttft_ms": {k: statistics.fmean(v) if v else 0.0 for k, v in times.items()},
             "ttft_p50_ms": {k: statistics.median(v) if v else 0.0 for k, v in times.items()},

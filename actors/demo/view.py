@@ -89,6 +89,7 @@ def print_end(tally: Tally, console: Console) -> None:
     for origin in ORIGINS:
         table.add_row(f"  reused from {origin}", "0", f"{tally.reused(origin):,}")
     table.add_row("prompt tokens handed to decode workers", "0", f"{tally.handoff_tokens:,}")
+    table.add_row("  computed again by decode workers", "0", f"{tally.handoff_computed_tokens:,}")
     for name, key in (("mean", "ttft_ms"), ("median", "ttft_p50_ms")):
         times = summary[key]
         table.add_row(

@@ -30,6 +30,7 @@ from ...kernels.reference.config import DTYPE_BYTES, ModelConfig
 from ...kernels.reference.engine import Engine
 from ...kernels.reference.engine import Sequence as EngineSequence
 from ...tiers.pool.client import PoolClient
+from .slots import SlotCopier
 
 ORIGINS = ("host", "fs", "peer")
 """Where a reused chunk can have come from."""
@@ -84,7 +85,7 @@ class ReferenceWorker:
         )
         self._hasher = BlockHasher(HashAlgorithm.SHA256_CBOR, None, settings.block_tokens)
         views = [EngineCacheView.dense(c, CacheOrder.NHD) for c in self.engine.cache.layers]
-        self._packer = make_packer(self.layout, views)
+        self._copier = SlotCopier(make_packer(self.layout, views), self.engine.device)
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="kvfabric-save")
         self._endpoint = pool_endpoint
         self._client: PoolClient | None = None
@@ -114,10 +115,9 @@ class ReferenceWorker:
         saves: list[Future[None]] = []
         try:
             present = self._load(client, keys, sequence, sources, result) if client else 0
-            cached = sequence.cached_tokens
             result.tokens = [self.engine.prefill(sequence)]
             result.ttft_s = self.clock.now_s() - begun_s
-            result.computed_tokens = len(tokens) - min(cached, len(tokens) - 1)
+            result.computed_tokens = sequence.computed_tokens
             if client:
                 self._save(client, keys, present, sequence, saves, result)
             result.tokens += self.engine.decode(sequence, output_tokens - 1)
@@ -175,7 +175,7 @@ class ReferenceWorker:
             summed = checksum(slot)
             if summed == expected:
                 row = blocks[index * per_chunk : (index + 1) * per_chunk]
-                self._packer.unpack(row[None], [slot], [0])
+                self._copier.unpack(row, slot)
             return summed
 
         try:
@@ -215,7 +215,7 @@ class ReferenceWorker:
             def pack(index: int, slot: memoryview) -> int:
                 number = first + index
                 row = blocks[number * per_chunk : (number + 1) * per_chunk]
-                self._packer.pack(row[None], [slot], [0])
+                self._copier.pack(row, slot)
                 return checksum(slot)
 
             try:

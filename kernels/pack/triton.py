@@ -6,9 +6,9 @@ half. All that is known when the engine attaches is a compile-time constant, so 
 multiplications and the compiler sees how far addresses are aligned.
 
 Calls only enqueue on the current stream: they read nothing back, have fixed shapes for a given
-number of chunks, and can be captured in a graph. A block id that is negative or too large is
-skipped. Ids and slots lie on the device, so they cannot be checked here; the numpy twin, which is
-the specification, refuses ids that are too large.
+number of chunks, and can be captured in a graph. A block id or a slot that is negative or too large
+is skipped: both lie on the device, so they cannot be refused here. The numpy twin, which is the
+specification, refuses ids that are too large and all such slots.
 
 `chunks` lies on the device, or in host memory that is registered with it.
 """
@@ -50,6 +50,7 @@ def copy_blocks(
     slots,
     chunks,
     num_blocks,
+    num_slots,
     PACK: tl.constexpr,
     WORD: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -88,7 +89,7 @@ def copy_blocks(
 
     block = tl.load(block_ids + place)
     slot = tl.load(slots + chunk)
-    valid = (block >= 0) & (block < num_blocks)
+    valid = (block >= 0) & (block < num_blocks) & (slot >= 0) & (slot < num_slots)
     # The hint must be on the pointer: on the integer before the cast the compiler forgets it.
     engine = tl.multiple_of(tl.load(table + layer * HALVES + half).to(tl.pointer_type(WORD)), ALIGN)
     engine += block * ENGINE_BLOCK
@@ -156,8 +157,8 @@ class TritonPacker:
             grid = block_ids.numel() * programs_per_block(plan, constants)
             if grid:
                 launch = copy_blocks[(grid,)]
-                blocks = plan.shape[0]
-                launch(table, block_ids, slots, chunks, blocks, **constants, num_warps=WARPS)
+                sizes = (plan.shape[0], chunks.shape[0])
+                launch(table, block_ids, slots, chunks, *sizes, **constants, num_warps=WARPS)
 
 
 def _addresses(plan: CopyPlan) -> torch.Tensor:
@@ -247,7 +248,7 @@ def _variant(name: str, group: GroupLayout, view: EngineCacheView, direction: Di
         name,
         copy_blocks,
         {"table": "*i64", "block_ids": "*i64", "slots": "*i64", "chunks": "*u8"},
-        {"num_blocks": "i32"},
+        {"num_blocks": "i32", "num_slots": "i32"},
         launch_constants(plan, direction, plan.align_bytes(), slot_stride),
         {"num_warps": WARPS},
     )

@@ -39,7 +39,9 @@ def command(monkeypatch, capsys, *arguments):
         (["--region-bytes", "4096"], r"region_bytes: 4096 bytes .* no room for one chunk"),
         (["--region-bytes", "-1"], r"host\.region_bytes"),
         (["--block-tokens", "0"], "block_tokens: is 0"),
+        (["--block-tokens", "64", "--chunk-tokens", "64"], "block_tokens: 64 does not divide 32"),
         (["--workers", "0"], "workers: is 0"),
+        (["--kill", "--conversations", "1", "--turns", "1"], "kill: 1 request leaves none"),
         (["--turns", "-1"], "turns: is -1"),
         (["--requests", "0"], "requests: is 0"),
         (["--plot", "no-such-folder/demo.png"], "plot: no-such-folder is no folder"),
@@ -87,6 +89,20 @@ def test_tokens_that_differ_are_an_exit_code_and_are_named(capsys, plain, code):
     out, err = capsys.readouterr()
     assert json.loads(out)["tokens_identical"] is (code == 0)
     assert ("requests that differ: [5]" in err) is (code == 1)
+
+
+def test_prompt_tokens_that_decode_workers_computed_are_told_too(capsys):
+    tally = Tally()
+    decoded = Generated([7, 8], 10, 3, {"peer": 7}, {"peer": 700}, 0.1, 0.2)
+    tally.add(Served(0, 0, generated(7), decoded, generated(7, 8), "a", "b", 0))
+    tally.add(Served(1, 1, generated(7), decoded, generated(7, 8), "a", "b", 0))
+    assert finish(tally, Console(width=100), as_json=True) == 0
+    table, summary = capsys.readouterr().out.rsplit("\n{", 1)
+    summary = json.loads("{" + summary)
+    assert summary["computed_tokens"] == 8
+    assert summary["handoff_tokens"] == 14
+    assert summary["handoff_computed_tokens"] == 6
+    assert re.search(r"computed again by decode workers *│ *0 │ *6 │", table)
 
 
 def test_the_demo_command_ends_with_that_code(tmp_path, monkeypatch, capsys):

@@ -129,6 +129,60 @@ def test_a_state_is_its_sections_with_the_ranks_in_order(size: int):
     np.testing.assert_array_equal(chunks[0], state.ravel())
 
 
+@pytest.mark.parametrize("order", CacheOrder)
+def test_a_window_does_not_change_where_bytes_lie(order: CacheOrder):
+    tokens = tokens_of(2 * CHUNK, 2)
+    blocks = np.array([6, 1, 4, 0])
+    chunks = {}
+    for window in (None, 24):
+        group = GroupLayout.dense(LAYERS, HEADS, DIM, 2, CHUNK, window_tokens=window)
+        caches = paged(tokens, order, CHUNK // 2, blocks, slice(None))
+        packer = make_packer(group, [EngineCacheView.dense(cache, order) for cache in caches])
+        chunks[window] = np.zeros((2, group.chunk_bytes), np.uint8)
+        packer.pack(blocks.reshape(2, 2), chunks[window], [0, 1])
+    np.testing.assert_array_equal(chunks[24], canonical(tokens))
+    np.testing.assert_array_equal(chunks[24], chunks[None])
+
+
+@pytest.mark.parametrize("row_bytes", [576, 577])
+def test_blocks_of_a_window_that_the_engine_has_freed_are_zeros_and_left_alone(row_bytes: int):
+    group = GroupLayout.mla(2, row_bytes, 16, window_tokens=6)
+    caches = np.random.default_rng(8).integers(1, 256, (2, 5, 4, row_bytes), dtype=np.uint8)
+    chunk = np.zeros((1, group.chunk_bytes), np.uint8)
+    packer = make_packer(group, [EngineCacheView.mla(cache) for cache in caches])
+    packer.pack([[-1, -1, 3, 1]], chunk, [0])
+    rows = chunk.reshape(2, 16, group.row_stride_bytes)
+    np.testing.assert_array_equal(
+        rows[:, 8:, :row_bytes], caches[:, [3, 1]].reshape(2, 8, row_bytes)
+    )
+    assert (rows[:, :8] == 0).all()
+    assert (rows[:, :, row_bytes:] == 0).all()
+    before = caches.copy()
+    packer.unpack([[-1, -1, 4, 2]], chunk, [0])
+    np.testing.assert_array_equal(caches[:, [4, 2]], before[:, [3, 1]])
+    np.testing.assert_array_equal(caches[:, [0, 1, 3]], before[:, [0, 1, 3]])
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 4, 16])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_rank_writes_and_reads_the_same_rows_of_mla(blocks_per_chunk: int, size: int):
+    group = GroupLayout.mla(2, 132, 16)
+    tokens = np.random.default_rng(9).integers(0, 256, (2, 16, 132), dtype=np.uint8)
+    cache = tokens.reshape(2, blocks_per_chunk, -1, 132)
+    ids = [list(range(blocks_per_chunk))]
+    wanted = np.zeros((2, 16, group.row_stride_bytes), np.uint8)
+    wanted[:, :, :132] = tokens
+    for rank in range(size):
+        chunk = np.full((1, group.chunk_bytes), POISON, np.uint8)
+        views = [EngineCacheView.mla(layer) for layer in cache]
+        make_packer(group, views, rank, size).pack(ids, chunk, [0])
+        np.testing.assert_array_equal(chunk[0], wanted.ravel())
+        back = np.full_like(cache, POISON)
+        views = [EngineCacheView.mla(layer) for layer in back]
+        make_packer(group, views, rank, size).unpack(ids, chunk, [0])
+        np.testing.assert_array_equal(back, cache)
+
+
 @pytest.mark.parametrize("case", PACK_CASES, ids=lambda case: case.name)
 def test_every_case_equals_the_same_bytes_in_the_plain_order_of_axes(case: PackCase):
     check_pack(case, NumpyPacker, "cpu")

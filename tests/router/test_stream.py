@@ -109,6 +109,43 @@ def test_joining_a_stream_without_snapshots_late():
     assert stream.on_end(0.0) == [Apply("v", "b7"), Trust("v")]
 
 
+def test_an_end_without_its_snapshot_does_not_make_a_pool_one_without_snapshots():
+    stream = SourceStream("a", TIMES)
+    stream.start(0.0)
+    stream.on_live(1, 7, 7.0, "b7", 0.0)
+    assert stream.on_end(0.0) == []
+    assert stream.tick(0.5) == []
+    assert stream.tick(1.0) == [AskSnapshot("a", fresh=True)]
+    assert stream.on_snapshot(1, 7, 6.5, "snap", 1.1) == [Load("a", "snap"), Apply("a", "b7")]
+    assert stream.on_end(1.1) == [Trust("a")]
+
+
+def test_an_unreadable_snapshot_is_asked_again():
+    stream = whole()
+    assert stream.on_malformed(5.0) == [Distrust("a"), AskSnapshot("a", fresh=False)]
+    assert stream.on_malformed(5.1) == []
+    assert stream.on_end(5.1) == []
+    assert stream.tick(6.0) == [AskSnapshot("a", fresh=True)]
+
+
+def test_a_publisher_thought_to_have_no_snapshots_is_asked_when_it_shows_an_epoch():
+    stream = foreign()
+    assert stream.on_live(3, 9, 9.0, "b9", 5.0) == [
+        Distrust("v"), AskSnapshot("v", fresh=False),
+    ]  # fmt: skip
+    assert stream.on_snapshot(3, 9, 8.0, "snap", 5.1) == [Load("v", "snap"), Apply("v", "b9")]
+    assert stream.on_end(5.1) == [Trust("v")]
+
+
+def test_a_replay_that_shows_an_epoch_leads_to_the_snapshot():
+    stream = SourceStream("v", TIMES)
+    stream.start(0.0)
+    assert stream.on_end(0.0) == [Drop("v"), AskReplay("v", 0, fresh=False)]
+    stream.on_replayed(3, 4, 4.0, "b4", 0.1)
+    assert Trust("v") not in stream.on_end(0.2)
+    assert stream.tick(1.1) == [AskSnapshot("v", fresh=False)]
+
+
 def test_a_new_epoch_is_a_restart():
     stream = whole(epoch=1)
     stream.on_live(1, 0, 2.0, "b0", 0.0)
@@ -274,7 +311,7 @@ class Publisher:
 
 
 class Network:
-    """Virtual time: loses, doubles and delays live messages; request and answer may get lost."""
+    """Virtual time: loses, doubles and delays live messages; requests and answers get lost."""
 
     def __init__(self, seed, *, has_epochs):
         self.rng = random.Random(seed)
@@ -329,6 +366,9 @@ class Network:
         def arrive():
             messages = answer()
             for index, message in enumerate(messages):
+                # A full queue drops what comes late, so the first of a replay arrives if any does.
+                if (is_snapshot or index) and self.chance(0.1):
+                    continue
                 self.later(0.05 + index * 1e-4, lambda m=message: deliver(m))
             if not self.chance(0.1):
                 self.later(0.06, lambda: self.only(connection, self.stream.on_end))
