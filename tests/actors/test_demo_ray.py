@@ -53,8 +53,12 @@ def played(tmp_path, *options):
     return summary, image.imread(picture)
 
 
+SMALL_REGION_BYTES = 24 * 65_536
+"""Room for two of the small demo's prompts, so that files get their part."""
+
+
 def test_a_small_demo_reuses_and_reports(tmp_path):
-    summary, picture = played(tmp_path, *SMALL)
+    summary, picture = played(tmp_path, *SMALL, "--region-bytes", SMALL_REGION_BYTES)
     assert set(summary) >= {
         "requests",
         "tokens_identical",
@@ -73,7 +77,10 @@ def test_a_small_demo_reuses_and_reports(tmp_path):
     reused = sum(summary["reused_tokens"].values())
     assert reused > 0
     assert summary["hit_ratio"] == pytest.approx(reused / summary["prompt_tokens"])
-    assert summary["bytes"]["peer"] > 0
+    assert all(moved > 0 for moved in summary["bytes"].values())
+    assert summary["reused_tokens"]["fs"] > 0
+    handed = summary["handoff_tokens"] + summary["handoff_computed_tokens"]
+    assert handed == summary["prompt_tokens"]
     height, width, _ = picture.shape
     assert height > 300
     assert width > 900
