@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from kvfabric.actors.engines.reference import EngineSettings, ReferenceWorker
-from kvfabric.fabric.clock import SystemClock
 from kvfabric.fabric.config import PoolConfig, parse
 from kvfabric.kernels.reference.config import ModelConfig
 from kvfabric.tiers.pool.client import PoolClient
@@ -20,18 +19,18 @@ PROMPT = list(range(1, 71))
 
 
 @pytest.fixture
-def server():
+def server(clock):
     host = {"slot_bytes": 4096, "region_bytes": 64 * 4096}
     values = {"node": "a", "run": f"w{os.getpid()}", "host": host, "peers": {"transport": "none"}}
-    made = PoolServer(parse(PoolConfig, values), SystemClock())
+    made = PoolServer(parse(PoolConfig, values), clock)
     made.start()
     yield made
     made.stop(unlink=True)
 
 
 @pytest.fixture
-def worker(server):
-    made = ReferenceWorker(SETTINGS, server.addresses.client, SystemClock())
+def worker(server, clock):
+    made = ReferenceWorker(SETTINGS, server.addresses.client, clock)
     yield made
     made.close()
 

@@ -5,11 +5,15 @@ them all. A `Waiter` is one client's request; it is answered when all its chunks
 deadline passes, whichever comes first. Values and bookkeeping only; `core` decides and acts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from ...fabric.errors import Malformed
 from ...fabric.types import Chunk, ChunkKey, Lookup, NamespaceId, SlotRef, SourceRange
+from ...fabric.wire import SOURCES_PER_CHUNK_MAX, PinReply, SourceRangeWire
 from .sessions import Session
+from .values import Pinned
 
 NO_CHUNK = Chunk(ChunkKey(b""), SlotRef(0, 0), 0, 0)
 """Stands in an answer where there is no chunk."""
@@ -152,3 +156,43 @@ class Fetches:
     def next_deadline_s(self) -> float:
         """Return when the next waiter must be answered; infinity if none waits."""
         return min((waiter.deadline_s for waiter in self.waiters), default=float("inf"))
+
+
+def sources_of(count: int, sources: Sequence[SourceRangeWire]) -> list[list[SourceRange]]:
+    """Return the sources of each of `count` chunks, in the order in which they were named.
+
+    Raises `Malformed` for more than `SOURCES_PER_CHUNK_MAX` a chunk.
+    """
+    spans = [(max(s.start, 0), min(s.start + s.count, count)) for s in sources]
+    named = sum(max(end - start, 0) for start, end in spans)
+    if max(named, len(sources)) > SOURCES_PER_CHUNK_MAX * count:
+        raise Malformed("pin", f"{len(sources)} sources, {named} in all for {count} chunks")
+    of: list[list[SourceRange]] = [[] for _ in range(count)]
+    for one, (start, end) in zip(sources, spans, strict=True):
+        source = SourceRange(one.node, one.endpoint, one.start, one.count)
+        for chosen in of[start:end] if start < end else ():
+            chosen.append(source)
+    return of
+
+
+def reply_at_once(pinned: Sequence[Pinned]) -> PinReply:
+    """Return the answer to a request for which nothing is fetched."""
+    chunks = [one.chunk for one in pinned]
+    return PinReply(
+        [one.status for one in pinned],
+        [chunk.slot.slot for chunk in chunks],
+        [chunk.slot.generation for chunk in chunks],
+        [chunk.checksum for chunk in chunks],
+        ["host" if one.status is Lookup.HIT else "" for one in pinned],
+    )
+
+
+def reply_of(entries: Sequence[Entry]) -> PinReply:
+    """Return the answer to a request that has waited."""
+    return PinReply(
+        [entry.status for entry in entries],
+        [entry.chunk.slot.slot for entry in entries],
+        [entry.chunk.slot.generation for entry in entries],
+        [entry.chunk.checksum for entry in entries],
+        [entry.origin if entry.status is Lookup.HIT else "" for entry in entries],
+    )

@@ -8,7 +8,6 @@ request is answered by its deadline, and what is still under way then goes on fo
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...fabric.errors import Malformed
 from ...fabric.types import (
     Chunk,
     ChunkKey,
@@ -19,7 +18,7 @@ from ...fabric.types import (
     SlotRef,
     SourceRange,
 )
-from ...fabric.wire import SOURCES_PER_CHUNK_MAX, PinReply, SourceRangeWire
+from ...fabric.wire import PinReply, SourceRangeWire
 from ..base import Job, JobKind, JobResult, Tier
 from .context import PoolContext
 from .fetch import (
@@ -31,10 +30,12 @@ from .fetch import (
     Stage,
     Waiter,
     Wanted,
+    reply_at_once,
+    reply_of,
+    sources_of,
 )
 from .pulls import PullDone, Pulls
 from .sessions import Session
-from .values import Pinned
 
 WAIT_S_MAX = 30.0
 """The longest that a client may ask the pool to wait; it has recomputed by then."""
@@ -102,11 +103,11 @@ class Fetcher:
 
         Raises `Malformed` for more sources than `SOURCES_PER_CHUNK_MAX`.
         """
-        named = _sources_of(len(keys), sources)
+        named = sources_of(len(keys), sources)
         now_s = self.clock.now_s()
         pinned = self.directory.pin(session.client, session.namespace, keys, now_s)
         if wait_s <= 0 or all(one.status is Lookup.HIT for one in pinned):
-            return _reply_at_once(pinned)
+            return reply_at_once(pinned)
         entries = [
             Entry(one.status, one.chunk if one.status is Lookup.HIT else NO_CHUNK, "host")
             for one in pinned
@@ -114,7 +115,7 @@ class Fetcher:
         if len(self.fetches.waiters) >= WAITERS_MAX:
             for entry in entries:
                 entry.status = entry.status if entry.status is Lookup.HIT else Lookup.BUSY
-            return _reply(entries)
+            return reply_of(entries)
         undecided = [i for i, entry in enumerate(entries) if entry.status is not Lookup.HIT]
         written = {i for i in undecided if entries[i].status is Lookup.PENDING}
         for index in undecided:
@@ -407,7 +408,7 @@ class Fetcher:
             for entry in waiter.entries:
                 if entry.status is Lookup.PENDING:
                     entry.status = Lookup.MISS
-            answers.append((waiter.session.identity, waiter.request, _reply(waiter.entries)))
+            answers.append((waiter.session.identity, waiter.request, reply_of(waiter.entries)))
             self.fetches.remove(waiter)
         return answers
 
@@ -435,39 +436,3 @@ class Fetcher:
 
 def _unknown_length(_namespace: NamespaceId, _group: int) -> int | None:
     return None
-
-
-def _sources_of(count: int, sources: Sequence[SourceRangeWire]) -> list[list[SourceRange]]:
-    """Return the sources of each of `count` chunks, in the order in which they were named."""
-    spans = [(max(s.start, 0), min(s.start + s.count, count)) for s in sources]
-    named = sum(max(end - start, 0) for start, end in spans)
-    if max(named, len(sources)) > SOURCES_PER_CHUNK_MAX * count:
-        raise Malformed("pin", f"{len(sources)} sources, {named} in all for {count} chunks")
-    of: list[list[SourceRange]] = [[] for _ in range(count)]
-    for one, (start, end) in zip(sources, spans, strict=True):
-        source = SourceRange(one.node, one.endpoint, one.start, one.count)
-        for chosen in of[start:end] if start < end else ():
-            chosen.append(source)
-    return of
-
-
-def _reply_at_once(pinned: Sequence[Pinned]) -> PinReply:
-    """Return the answer to a request for which nothing is fetched."""
-    chunks = [one.chunk for one in pinned]
-    return PinReply(
-        [one.status for one in pinned],
-        [chunk.slot.slot for chunk in chunks],
-        [chunk.slot.generation for chunk in chunks],
-        [chunk.checksum for chunk in chunks],
-        ["host" if one.status is Lookup.HIT else "" for one in pinned],
-    )
-
-
-def _reply(entries: Sequence[Entry]) -> PinReply:
-    return PinReply(
-        [entry.status for entry in entries],
-        [entry.chunk.slot.slot for entry in entries],
-        [entry.chunk.slot.generation for entry in entries],
-        [entry.chunk.checksum for entry in entries],
-        [entry.origin if entry.status is Lookup.HIT else "" for entry in entries],
-    )
