@@ -2,7 +2,8 @@
 
 Ownership. The log owns its buffer and nothing else; the manifest stays the pool's. Lifecycle: one
 log per epoch of a pool; a restarted pool makes a new one, with the next epoch and from number 0,
-and does not announce what it adopted: readers see the new epoch and ask for the snapshot.
+and announces what it adopted, for readers that know no snapshots; the others see the new epoch and
+ask for one.
 Failure: none of its own; bounds drop the oldest batches. Threading: one thread.
 
 A chunk is announced once for each medium that has it, and removed once. If two tiers of one medium

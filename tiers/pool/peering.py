@@ -153,6 +153,10 @@ class Peering:
                 self._carry_out(self.consumer.on_verified(event.read_id, event.checksums, now_s))
         self._carry_out(self.consumer.tick(now_s))
 
+    def close(self) -> None:
+        """End all pulls and say goodbye to their sources."""
+        self._carry_out(self.consumer.close(self._clock.now_s()))
+
     def take_done(self) -> Sequence[PullDone]:
         """Return the pulls that ended since the last call."""
         done, self._done = self._done, []

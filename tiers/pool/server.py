@@ -43,6 +43,7 @@ from .peering import DirectoryPins, Peering
 from .process import alive, this_process
 from .pulls import NoPulls, Pulls
 from .region import Region
+from .scrub import Scrubber
 from .sockets import Dialled, PoolSockets, send
 from .stream import PoolStream
 from .table import SlotTable
@@ -151,11 +152,15 @@ class PoolServer:
         self.context = PoolContext(
             self.directory, self.memory, this_process(), self.recorder, self.clock
         )
+        adopted = self.directory.adopt(alive)
         if self.region.adopted:
-            adopted = self.directory.adopt(alive)
             LOG.info("adopted the region of node %s: %s", self.config.node, adopted)
 
     def _open_parts(self) -> None:
+        self._verifiers = ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="kvfabric-verify")
+        self._undo.append(lambda: self._verifiers.shutdown(wait=True))
+        adopted = [chunk for _, chunk in self.directory.ready_chunks()]
+        self.scrubber = Scrubber(self.context, self._verifiers, adopted)
         self.tiers = []
         for tier_config in self.config.tiers:
             tier = make_tier(tier_config, self.clock)
@@ -196,10 +201,8 @@ class PoolServer:
             DirectoryPins(self.directory, self.memory),
             self.config.peers,
         )
-        verifiers = ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="kvfabric-verify")
-        self._undo.append(lambda: verifiers.shutdown(wait=True))
         consumer = PullConsumer(node, agent, slot_bytes, self.config.peers)
-        return Peering(self.context, consumer, Reads(transport, verifiers))
+        return Peering(self.context, consumer, Reads(transport, self._verifiers))
 
     def _open_sockets(self) -> None:
         self.sockets = PoolSockets(self.config, self.directory.epoch)
@@ -229,7 +232,16 @@ class PoolServer:
             for _, future in self._calls:
                 future.set_exception(Closed("the pool"))
             self._calls.clear()
+        self._say_goodbye()
         self._undo_all()
+
+    def _say_goodbye(self) -> None:
+        """Tell sources and peers, so that they need not wait for deadlines to know."""
+        if self.source is not None:
+            self.source.close()
+        if self.peering is not None:
+            self.peering.close()
+        self._flush()
 
     def _turn(self) -> None:
         sockets = self.sockets
@@ -257,7 +269,11 @@ class PoolServer:
             return 0 if self.fetcher.busy else DOOMED_POLL_MS
         if self.fetcher.busy or (self.source is not None and self.source.has_grants):
             return BUSY_POLL_MS
-        deadline_s = min(self.directory.next_deadline_s(), self.fetcher.fetches.next_deadline_s())
+        deadline_s = min(
+            self.directory.next_deadline_s(),
+            self.fetcher.fetches.next_deadline_s(),
+            self.scrubber.next_deadline_s(),
+        )
         left_ms = (deadline_s - self.clock.now_s()) * 1000  # infinite, too, and on either side
         return int(max(0, min(IDLE_POLL_MS, left_ms + 1)))
 
@@ -291,6 +307,7 @@ class PoolServer:
         if self.peering is not None:
             self.peering.step()
         self.fetcher.step()
+        self.scrubber.step()
         self.core.tick()
         with self._calls_lock:
             calls, self._calls = self._calls, []

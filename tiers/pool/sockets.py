@@ -19,6 +19,8 @@ from .files import PoolFiles
 
 FRAMES_PER_TURN_MAX = 256
 """Messages taken from one socket before the others get their turn."""
+FAREWELL_MS = 50
+"""For the last messages to leave; they only spare others a wait."""
 PIPE_READ_BYTES = 4096
 """One read empties the pipe of all wake-ups that a turn can have missed."""
 
@@ -163,7 +165,7 @@ class PoolSockets:
 
     def close(self) -> None:
         """Close everything and remove the clients' socket file."""
-        self._context.destroy(linger=0)
+        self._context.destroy(linger=FAREWELL_MS)
         os.close(self._wake_in)
         os.close(self._wake_out)
         try:
