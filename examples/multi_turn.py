@@ -17,6 +17,7 @@ from pathlib import Path
 import ray
 from rich.console import Console
 
+from kvfabric.actors.demo import defaults
 from kvfabric.actors.demo.options import DemoOptions, longest_request
 from kvfabric.actors.demo.player import Player
 from kvfabric.actors.demo.tally import Tally
@@ -34,12 +35,14 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--conversations", type=int, default=4)
-    parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--scale", type=float, default=0.0625, help="of all lengths: n/512")
-    parser.add_argument("--output-tokens", type=int, default=48, help="per turn, at most")
+    parser.add_argument("--conversations", type=int, default=defaults.CONVERSATIONS)
+    parser.add_argument("--turns", type=int, default=defaults.TURNS)
+    parser.add_argument("--scale", type=float, default=defaults.SCALE, help="of all lengths: n/512")
+    parser.add_argument(
+        "--output-tokens", type=int, default=defaults.OUTPUT_TOKENS_MAX, help="per turn, at most"
+    )
     parser.add_argument("--workers", type=int, default=1, help="of each kind, per node")
-    parser.add_argument("--chunk-tokens", type=int, default=32)
+    parser.add_argument("--chunk-tokens", type=int, default=defaults.CHUNK_TOKENS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run", default="multi-turn", help="the fabric's name")
     parser.add_argument("--files", type=Path, help="a folder for the file tier; default: no files")

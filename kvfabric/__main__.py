@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from .actors.demo import defaults
 from .fabric.clock import SystemClock
 from .fabric.errors import ConfigError, FabricError
 
@@ -36,14 +37,24 @@ def demo(  # noqa: PLR0913 (each is an option of the command)
         Path | None,
         typer.Option(help="A trace in Mooncake's format; without one, multi-turn chat."),
     ] = None,
-    scale: Annotated[float, typer.Option(help="Shrinks all lengths: n/512.")] = 0.0625,
-    requests: Annotated[int, typer.Option(help="Requests taken from the trace.")] = 100,
-    conversations: Annotated[int, typer.Option(help="Conversations, without a trace.")] = 4,
-    turns: Annotated[int, typer.Option(help="Turns of each conversation.")] = 8,
-    output_tokens: Annotated[int, typer.Option(help="Tokens generated at most, per turn.")] = 48,
-    chunk_tokens: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 32,
-    block_tokens: Annotated[int, typer.Option(help="Tokens of an engine block.")] = 16,
-    workers: Annotated[int, typer.Option(help="Prefill workers, and as many for decode.")] = 2,
+    scale: Annotated[float, typer.Option(help="Shrinks all lengths: n/512.")] = defaults.SCALE,
+    requests: Annotated[
+        int, typer.Option(help="Requests taken from the trace.")
+    ] = defaults.TRACE_REQUESTS,
+    conversations: Annotated[
+        int, typer.Option(help="Conversations, without a trace.")
+    ] = defaults.CONVERSATIONS,
+    turns: Annotated[int, typer.Option(help="Turns of each conversation.")] = defaults.TURNS,
+    output_tokens: Annotated[
+        int, typer.Option(help="Tokens generated at most, per turn.")
+    ] = defaults.OUTPUT_TOKENS_MAX,
+    chunk_tokens: Annotated[int, typer.Option(help="Tokens of a chunk.")] = defaults.CHUNK_TOKENS,
+    block_tokens: Annotated[
+        int, typer.Option(help="Tokens of an engine block.")
+    ] = defaults.BLOCK_TOKENS,
+    workers: Annotated[
+        int, typer.Option(help="Prefill workers, and as many for decode.")
+    ] = defaults.WORKERS,
     seed: Annotated[int, typer.Option(help="Of the model and the workload.")] = 0,
     region_bytes: Annotated[
         int | None, typer.Option(help="Of each pool; default: 60% of what is needed.")

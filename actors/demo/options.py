@@ -12,6 +12,7 @@ from ...kernels.reference.config import DTYPE_BYTES, ModelConfig
 from ...kernels.reference.engine import PREFILL_TOKENS
 from ...tiers.pool.opening import geometry
 from ..engines.reference import EngineSettings
+from . import defaults
 from .workload import MultiTurnWorkload, TraceWorkload, Workload, longest_tokens
 
 PREFILL_NODE, DECODE_NODE = "node-a", "node-b"
@@ -44,21 +45,21 @@ class DemoOptions:
     """The command's options, checked."""
 
     trace: Path | None = None
-    scale: float = 0.0625
-    requests: int = 400
+    scale: float = defaults.SCALE
+    requests: int = defaults.TRACE_REQUESTS
     """Of a trace; the generator makes `conversations` times `turns`."""
-    conversations: int = 4
-    turns: int = 8
-    output_tokens_max: int = 64
-    prefill_workers: int = 2
+    conversations: int = defaults.CONVERSATIONS
+    turns: int = defaults.TURNS
+    output_tokens_max: int = defaults.OUTPUT_TOKENS_MAX
+    prefill_workers: int = defaults.WORKERS
     """On each prefill node."""
-    decode_workers: int = 2
+    decode_workers: int = defaults.WORKERS
     """On each decode node."""
     prefill_nodes: tuple[str, ...] = (PREFILL_NODE,)
     decode_nodes: tuple[str, ...] = (DECODE_NODE,)
     """May be the same as the prefill nodes."""
-    chunk_tokens: int = 32
-    block_tokens: int = 16
+    chunk_tokens: int = defaults.CHUNK_TOKENS
+    block_tokens: int = defaults.BLOCK_TOKENS
     seed: int = 0
     kill: bool = False
     region_bytes: int | None = None
