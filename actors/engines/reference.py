@@ -22,7 +22,7 @@ from ...fabric.errors import Corrupt, FabricError, Malformed, Unavailable
 from ...fabric.keys import BlockHasher, HashAlgorithm
 from ...fabric.layout import GroupLayout, layout_id
 from ...fabric.namespace import Namespace
-from ...fabric.types import ChunkKey, Lookup, SourceRange
+from ...fabric.types import ChunkKey, Lookup, Reserved, SourceRange
 from ...fabric.wire import GroupGeometry
 from ...kernels.pack import CacheOrder, EngineCacheView, make_packer
 from ...kernels.reference.cache import Full
@@ -219,7 +219,15 @@ class ReferenceWorker:
                 return checksum(slot)
 
             try:
-                client.store(keys[first:], range(first, len(keys)), pack)
+                count = len(keys) - first
+                while (
+                    count
+                    and Reserved.BUSY
+                    in client.store(
+                        keys[first : first + count], range(first, first + count), pack
+                    ).reserved
+                ):
+                    count //= 2  # more than the pool has room for: the head serves most prompts
             except FabricError as error:
                 _count(result, error)
 

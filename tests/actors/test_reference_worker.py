@@ -44,6 +44,22 @@ def test_the_second_time_is_reused_and_gives_the_same_tokens(worker) -> None:
     worker.engine.check()
 
 
+def test_a_prompt_larger_than_the_region_keeps_its_head(clock) -> None:
+    host = {"slot_bytes": 4096, "region_bytes": 3 * 4096}
+    values = {"node": "s", "run": f"w{os.getpid()}", "host": host, "peers": {"transport": "none"}}
+    small = PoolServer(parse(PoolConfig, values), clock)
+    small.start()
+    worker = ReferenceWorker(SETTINGS, small.addresses.client, clock)
+    try:
+        first = worker.generate(PROMPT, 1)
+        second = worker.generate(PROMPT, 1)
+    finally:
+        worker.close()
+        small.stop(unlink=True)
+    assert second.reused == {"host": 32}
+    assert first.tokens == second.tokens
+
+
 def test_blocks_come_back_when_a_save_fails_in_a_way_nobody_knows(worker, monkeypatch) -> None:
     def store(*_: object) -> None:
         raise RuntimeError("a fault of ours")
