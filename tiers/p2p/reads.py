@@ -46,6 +46,11 @@ class Reads:
         self._failed: list[int] = []
 
     @property
+    def running(self) -> bool:
+        """Whether a read is under way, which only looking moves on."""
+        return bool(self._handles or self._failed)
+
+    @property
     def busy(self) -> bool:
         """Whether `poll` will have something to say sooner or later."""
         return bool(self._handles or self._futures or self._failed)

@@ -107,8 +107,16 @@ class Peering:
         """Slots of pulls that are over, into which a read may still write."""
 
     @property
+    def reading(self) -> bool:
+        """Whether bytes are on their way: the shell looks all the time."""
+        return self.reads.running
+
+    @property
     def busy(self) -> bool:
-        """Whether bytes are on their way, so that the shell should look very often."""
+        """Whether bytes are on their way or being summed: the shell looks often.
+
+        Not all the time for sums alone: they need the interpreter that looking keeps busy.
+        """
         return self.reads.busy
 
     def pull(

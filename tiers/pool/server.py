@@ -264,10 +264,11 @@ class PoolServer:
         self._flush()
 
     def _poll_ms(self) -> int:
-        reading = self.peering is not None and self.peering.busy
-        if reading:
+        peering, source = self.peering, self.source
+        if peering is not None and peering.reading:
             return 0 if self.fetcher.busy else DOOMED_POLL_MS
-        if self.fetcher.busy or (self.source is not None and self.source.has_grants):
+        summing = peering is not None and peering.busy
+        if summing or self.fetcher.busy or (source is not None and source.has_grants):
             return BUSY_POLL_MS
         deadline_s = min(
             self.directory.next_deadline_s(),
