@@ -16,13 +16,16 @@ class RawReads:
         self._target = _start("target", arguments)
         self._reader = _start("reader", arguments)
         assert self._target.stdout is not None
-        self._tell(self._target.stdout.readline())
+        _tell(self._reader, self._target.stdout.readline())
         self._answer()
 
     def read_s(self) -> float:
         """Read everything once; return the seconds."""
-        self._tell("go\n")
-        return float(self._answer())
+        _tell(self._target, "begin\n")
+        _tell(self._reader, "go\n")
+        seconds = float(self._answer())
+        _tell(self._target, "end\n")
+        return seconds
 
     def close(self) -> None:
         """End both processes."""
@@ -33,17 +36,18 @@ class RawReads:
             process.wait(timeout=10)
             process.stdout.close()
 
-    def _tell(self, line: str) -> None:
-        assert self._reader.stdin is not None
-        self._reader.stdin.write(line)
-        self._reader.stdin.flush()
-
     def _answer(self) -> str:
         assert self._reader.stdout is not None
         line = self._reader.stdout.readline()
         if not line:
             raise Unavailable("the raw NIXL reader", 0.0, "See its messages above.")
         return line
+
+
+def _tell(process: "subprocess.Popen[str]", line: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(line)
+    process.stdin.flush()
 
 
 def _start(role: str, arguments: list[str]) -> "subprocess.Popen[str]":

@@ -1,12 +1,13 @@
 """The two processes of `raw_nixl`: the role is the first argument, then chunks and their bytes.
 
-The target maps and registers memory, prints its metadata and address, and serves until its input
-closes. The reader reads those two from its first input line and then does one READ of everything
-for each further line, printing the seconds that it took.
+The target maps and registers memory, prints its metadata and address, and serves between an odd
+input line and the next. The reader reads those two from its first input line and then does one READ
+of everything for each further line, printing the seconds that it took.
 """
 
 import mmap
 import os
+import select
 import sys
 
 import numpy as np
@@ -30,17 +31,14 @@ def _shared_memory(size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 def _serve(transport: NixlTransport, address: int, clock: Clock) -> None:
-    os.set_blocking(sys.stdin.fileno(), False)
+    """Poll from one input line to the next, then rest: it must not slow down what is compared."""
     sys.stdout.write(f"{transport.metadata().hex()} {address}\n")
     sys.stdout.flush()
-    while True:
-        transport.progress()
-        clock.sleep_s(POLL_S)
-        try:
-            if os.read(sys.stdin.fileno(), 1) == b"":
-                return
-        except BlockingIOError:
-            continue
+    while sys.stdin.readline():
+        while not select.select([sys.stdin], [], [], 0)[0]:
+            transport.progress()
+            clock.sleep_s(POLL_S)
+        sys.stdin.readline()
 
 
 def _read(transport: NixlTransport, address: int, chunks: int, chunk_bytes: int) -> None:
