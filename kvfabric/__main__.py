@@ -1,5 +1,6 @@
 """The command line: `kvfabric demo | bench | sweep`."""
 
+import os
 import sys
 from enum import Enum
 from pathlib import Path
@@ -17,6 +18,8 @@ app = typer.Typer(
 )
 
 PLOT_NAME = "kvfabric-demo.png"
+PLOT_SUFFIXES = (".png", ".svg", ".pdf", ".jpg")
+"""What matplotlib writes without further packages."""
 
 
 class Network(str, Enum):  # noqa: UP042 (typer reads the value of a str enum)
@@ -72,8 +75,7 @@ def demo(  # noqa: PLR0913 (each is an option of the command)
     from .actors.quiet import quiet_ray
 
     quiet_ray()
-    if not plot.absolute().parent.is_dir():
-        raise ConfigError("plot", f"{plot.parent} is no folder", "Make it, or name another")
+    require_place(plot)
     if network is Network.PRIVATE and isolate_network() is Isolation.HOST:
         typer.echo("no private network here; Ray listens on this host's address", err=True)
     from .actors.demo.options import DemoOptions
@@ -98,9 +100,30 @@ def demo(  # noqa: PLR0913 (each is an option of the command)
         region_bytes=region_bytes,
     )
     tally = run(options, console, SystemClock())
-    draw(tally, plot)
-    console.print(f"picture: {plot}")
-    raise typer.Exit(finish(tally, console, as_json=as_json))
+    undrawn: Exception | None = None
+    try:
+        draw(tally, plot)
+        console.print(f"picture: {plot}")
+    except (OSError, ValueError) as error:  # the figures must not be lost with it
+        undrawn = error
+    code = finish(tally, console, as_json=as_json)
+    if undrawn is not None:
+        raise ConfigError("plot", f"{plot}: {undrawn}", "Name another") from undrawn
+    raise typer.Exit(code)
+
+
+def require_place(plot: Path) -> None:
+    """Refuse, before a minute of work, what can be seen not to become a picture."""
+    folder = plot.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError("plot", f"{plot.parent} is no folder", "Make it, or name another")
+    if plot.is_dir():
+        raise ConfigError("plot", f"{plot} is a folder", "Name a file in it")
+    if not os.access(plot if plot.exists() else folder, os.W_OK):
+        raise ConfigError("plot", f"{plot} cannot be written", "Name another")
+    if plot.suffix.lower() not in PLOT_SUFFIXES:
+        known = ", ".join(PLOT_SUFFIXES)
+        raise ConfigError("plot", f"{plot} ends with none of {known}", "Name such a file")
 
 
 @app.command()
@@ -129,8 +152,14 @@ def sweep(
     """Remove regions that no pool holds and no process has mapped."""
     from .tiers.pool.sweep import sweep as sweep_files
 
-    for swept in sweep_files(directory, run):
+    try:
+        removed = sweep_files(directory, run)
+    except OSError as error:
+        raise ConfigError("directory", str(error), "Name the pools' host.directory") from error
+    for swept in removed:
         typer.echo(f"removed {swept.path} ({swept.freed_bytes} bytes)")
+    if not removed:
+        typer.echo("nothing to remove", err=True)
 
 
 def main() -> None:
