@@ -4,7 +4,7 @@ import os
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -12,6 +12,9 @@ from rich.console import Console
 from .actors.demo import defaults
 from .fabric.clock import SystemClock
 from .fabric.errors import ConfigError, FabricError
+
+if TYPE_CHECKING:
+    from .actors.demo.tally import Tally
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="One KV cache for a fleet of LLM engines."
@@ -71,17 +74,10 @@ def demo(  # noqa: PLR0913 (each is an option of the command)
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON object.")] = False,
 ) -> None:
     """Two nodes of a local Ray cluster share one KV cache; every token is checked."""
-    from .actors.netns import Isolation, isolate_network
-    from .actors.quiet import quiet_ray
-
-    quiet_ray()
     require_place(plot)
-    if network is Network.PRIVATE and isolate_network() is Isolation.HOST:
-        typer.echo("no private network here; Ray listens on this host's address", err=True)
+    settle_ray(network)
     from .actors.demo.options import DemoOptions
-    from .actors.demo.plot import draw
     from .actors.demo.run import run
-    from .actors.demo.view import finish
 
     console = Console(stderr=as_json)
     options = DemoOptions(
@@ -100,16 +96,34 @@ def demo(  # noqa: PLR0913 (each is an option of the command)
         region_bytes=region_bytes,
     )
     tally = run(options, console, SystemClock())
+    raise typer.Exit(picture_and_figures(tally, plot, console, as_json=as_json))
+
+
+def picture_and_figures(tally: "Tally", plot: Path, console: Console, *, as_json: bool) -> int:
+    """Draw and print, and return the exit code; a picture that fails costs no figures."""
+    from .actors.demo.plot import draw
+    from .actors.demo.view import finish
+
     undrawn: Exception | None = None
     try:
         draw(tally, plot)
         console.print(f"picture: {plot}")
-    except (OSError, ValueError) as error:  # the figures must not be lost with it
+    except (OSError, ValueError) as error:
         undrawn = error
     code = finish(tally, console, as_json=as_json)
     if undrawn is not None:
         raise ConfigError("plot", f"{plot}: {undrawn}", "Name another") from undrawn
-    raise typer.Exit(code)
+    return code
+
+
+def settle_ray(network: Network) -> None:
+    """What must be said before Ray is imported: how much it tells, and where it listens."""
+    from .actors.netns import Isolation, isolate_network
+    from .actors.quiet import quiet_ray
+
+    quiet_ray()
+    if network is Network.PRIVATE and isolate_network() is Isolation.HOST:
+        typer.echo("no private network here; Ray listens on this host's address", err=True)
 
 
 def require_place(plot: Path) -> None:
