@@ -33,6 +33,8 @@ KEEPER_NAME = "kvfabric-keeper-{run}"
 """The actor of `keeper`, if somebody started it."""
 START_S = 60.0
 """A pool reserves its region's pages at start: about a second for each 2 GB."""
+NODE_LOOK_S = 1.0
+"""While a pool is waited for: Ray says that a node is alive for seconds after it died."""
 SHUTDOWN_S = 15.0
 """A pool drains its tiers; past this it is killed and its files are swept."""
 SWEEP_S = 5.0
@@ -123,7 +125,14 @@ class Fabric:
 
     def addresses(self, node: str) -> PoolAddresses:
         """Where the pool of a node is reached. Raises `Unavailable`, or why it did not start."""
-        return _answer(self._pools[node].actor.addresses.remote(), f"the pool of node {node}")
+        pool, who = self._pools[node], f"the pool of node {node}"
+        answer = pool.actor.addresses.remote()
+        for looked in range(1, int(START_S / NODE_LOOK_S)):
+            if ray.wait([answer], timeout=NODE_LOOK_S)[0]:
+                break
+            if pool.node not in fabric_nodes(ray.nodes()):
+                raise Unavailable(who, looked * NODE_LOOK_S, "Its node died.")
+        return _answer(answer, who, NODE_LOOK_S)
 
     def router(self) -> RouterAddresses:
         """Start the router if it does not run yet, and say where replicas read from it."""
@@ -226,10 +235,10 @@ def sweep_until_gone(directory: str, run: str) -> None:
 SweepTask = ray.remote(num_cpus=0, max_retries=0)(sweep_until_gone)
 
 
-def _answer(reference: "ObjectRef[T]", who: str) -> T:
+def _answer(reference: "ObjectRef[T]", who: str, wait_s: float = START_S) -> T:
     """Wait for an answer. Raises the fabric's own error, or `Unavailable`."""
     try:
-        return ray.get(reference, timeout=START_S)
+        return ray.get(reference, timeout=wait_s)
     except GetTimeoutError as error:
         raise Unavailable(who, START_S, "See its actor's log.") from error
     except RayActorError as error:

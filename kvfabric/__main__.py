@@ -1,9 +1,10 @@
 """The command line: `kvfabric demo | bench | sweep`."""
 
+import os
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -12,11 +13,16 @@ from .actors.demo import defaults
 from .fabric.clock import SystemClock
 from .fabric.errors import ConfigError, FabricError
 
+if TYPE_CHECKING:
+    from .actors.demo.tally import Tally
+
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="One KV cache for a fleet of LLM engines."
 )
 
 PLOT_NAME = "kvfabric-demo.png"
+PLOT_SUFFIXES = (".png", ".svg", ".pdf", ".jpg")
+"""What matplotlib writes without further packages."""
 
 
 class Network(str, Enum):  # noqa: UP042 (typer reads the value of a str enum)
@@ -68,18 +74,10 @@ def demo(  # noqa: PLR0913 (each is an option of the command)
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON object.")] = False,
 ) -> None:
     """Two nodes of a local Ray cluster share one KV cache; every token is checked."""
-    from .actors.netns import Isolation, isolate_network
-    from .actors.quiet import quiet_ray
-
-    quiet_ray()
-    if not plot.absolute().parent.is_dir():
-        raise ConfigError("plot", f"{plot.parent} is no folder", "Make it, or name another")
-    if network is Network.PRIVATE and isolate_network() is Isolation.HOST:
-        typer.echo("no private network here; Ray listens on this host's address", err=True)
+    require_place(plot)
+    settle_ray(network)
     from .actors.demo.options import DemoOptions
-    from .actors.demo.plot import draw
     from .actors.demo.run import run
-    from .actors.demo.view import finish
 
     console = Console(stderr=as_json)
     options = DemoOptions(
@@ -98,9 +96,48 @@ def demo(  # noqa: PLR0913 (each is an option of the command)
         region_bytes=region_bytes,
     )
     tally = run(options, console, SystemClock())
-    draw(tally, plot)
-    console.print(f"picture: {plot}")
-    raise typer.Exit(finish(tally, console, as_json=as_json))
+    raise typer.Exit(picture_and_figures(tally, plot, console, as_json=as_json))
+
+
+def picture_and_figures(tally: "Tally", plot: Path, console: Console, *, as_json: bool) -> int:
+    """Draw and print, and return the exit code; a picture that fails costs no figures."""
+    from .actors.demo.plot import draw
+    from .actors.demo.view import finish
+
+    undrawn: Exception | None = None
+    try:
+        draw(tally, plot)
+        console.print(f"picture: {plot}")
+    except (OSError, ValueError) as error:
+        undrawn = error
+    code = finish(tally, console, as_json=as_json)
+    if undrawn is not None:
+        raise ConfigError("plot", f"{plot}: {undrawn}", "Name another") from undrawn
+    return code
+
+
+def settle_ray(network: Network) -> None:
+    """What must be said before Ray is imported: how much it tells, and where it listens."""
+    from .actors.netns import Isolation, isolate_network
+    from .actors.quiet import quiet_ray
+
+    quiet_ray()
+    if network is Network.PRIVATE and isolate_network() is Isolation.HOST:
+        typer.echo("no private network here; Ray listens on this host's address", err=True)
+
+
+def require_place(plot: Path) -> None:
+    """Refuse, before a minute of work, what can be seen not to become a picture."""
+    folder = plot.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError("plot", f"{plot.parent} is no folder", "Make it, or name another")
+    if plot.is_dir():
+        raise ConfigError("plot", f"{plot} is a folder", "Name a file in it")
+    if not os.access(plot if plot.exists() else folder, os.W_OK):
+        raise ConfigError("plot", f"{plot} cannot be written", "Name another")
+    if plot.suffix.lower() not in PLOT_SUFFIXES:
+        known = ", ".join(PLOT_SUFFIXES)
+        raise ConfigError("plot", f"{plot} ends with none of {known}", "Name such a file")
 
 
 @app.command()
@@ -129,8 +166,14 @@ def sweep(
     """Remove regions that no pool holds and no process has mapped."""
     from .tiers.pool.sweep import sweep as sweep_files
 
-    for swept in sweep_files(directory, run):
+    try:
+        removed = sweep_files(directory, run)
+    except OSError as error:
+        raise ConfigError("directory", str(error), "Name the pools' host.directory") from error
+    for swept in removed:
         typer.echo(f"removed {swept.path} ({swept.freed_bytes} bytes)")
+    if not removed:
+        typer.echo("nothing to remove", err=True)
 
 
 def main() -> None:

@@ -69,6 +69,8 @@ class DemoOptions:
         for name in COUNTS:
             if getattr(self, name) < 1:
                 raise ConfigError(name, f"is {getattr(self, name)}", "Give a number above 0")
+        if self.region_bytes == 0:
+            raise ConfigError("region_bytes", "is 0", "Give a number above 0, or leave it out")
         if self.chunk_tokens % self.block_tokens:
             raise ConfigError(
                 "chunk_tokens",

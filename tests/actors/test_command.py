@@ -38,6 +38,7 @@ def command(monkeypatch, capsys, *arguments):
         (["--chunk-tokens", "24"], "chunk_tokens: 24 is not a multiple of block_tokens 16"),
         (["--region-bytes", "4096"], r"region_bytes: 4096 bytes .* no room for one chunk"),
         (["--region-bytes", "-1"], r"host\.region_bytes"),
+        (["--region-bytes", "0"], "region_bytes: is 0"),
         (["--block-tokens", "0"], "block_tokens: is 0"),
         (["--block-tokens", "64", "--chunk-tokens", "64"], "block_tokens: 64 does not divide 32"),
         (["--workers", "0"], "workers: is 0"),
@@ -45,6 +46,8 @@ def command(monkeypatch, capsys, *arguments):
         (["--turns", "-1"], "turns: is -1"),
         (["--requests", "0"], "requests: is 0"),
         (["--plot", "no-such-folder/demo.png"], "plot: no-such-folder is no folder"),
+        (["--plot", "temporary"], "plot: temporary is a folder"),
+        (["--plot", "demo.unknown"], r"plot: demo\.unknown ends with none of \.png"),
     ],
 )
 def test_bad_options_are_one_sentence_and_exit_code_2(tmp_path, monkeypatch, capsys, options, said):
@@ -115,6 +118,25 @@ def test_the_demo_command_ends_with_that_code(tmp_path, monkeypatch, capsys):
     assert code == 1
     assert json.loads(out.splitlines()[-1])["tokens_identical"] is False
     assert picture.stat().st_size > 10_000
+
+
+def test_a_picture_that_cannot_be_written_costs_no_figures(monkeypatch, capsys):
+    tally = Tally()
+    tally.add(Served(0, 0, generated(7), generated(7, 8), generated(7, 8), "a", "b", 0))
+    monkeypatch.setattr("kvfabric.actors.demo.run.run", lambda *_: tally)
+    options = ["--network", "host", "--json", "--plot", "/proc/demo.png"]
+    code, out, err = command(monkeypatch, capsys, "demo", *options)
+    assert code == 2
+    assert json.loads(out)["tokens_identical"] is True
+    assert re.match(r"kvfabric: plot: /proc/demo\.png", err.splitlines()[-1])
+
+
+def test_sweep_says_when_there_is_no_folder_or_nothing_to_do(tmp_path, monkeypatch, capsys):
+    code, out, err = command(monkeypatch, capsys, "sweep", "--directory", str(tmp_path / "no"))
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"kvfabric: directory: .*No such file.*\n", err)
+    code, out, err = command(monkeypatch, capsys, "sweep", "--directory", str(tmp_path))
+    assert (code, out, err) == (0, "", "nothing to remove\n")
 
 
 @pytest.mark.slow

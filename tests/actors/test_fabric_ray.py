@@ -359,6 +359,9 @@ def test_a_dead_node_is_a_miss_then_dropped_and_welcome_again(cluster, fabric, u
         assert load(here, 900, 2, 2.0, sources) == ((Lookup.HIT,) * 2, [True] * 2)
         pid = ray.get(fabric.pool(B).pid.remote())
         cluster.kill_node(B)
+        # It begins while Ray still says that B is alive, and must not wait for B's pool for ever.
+        # Found by its name from now on, as by an engine that knows nothing but the run.
+        keeper = keep([config(fabric.run, A)], template=config(fabric.run, "template"))
         begun_s = CLOCK.now_s()
         statuses, _ = load(here, 902, 2, 2.0, sources)
         waited_s = CLOCK.now_s() - begun_s
@@ -370,9 +373,8 @@ def test_a_dead_node_is_a_miss_then_dropped_and_welcome_again(cluster, fabric, u
             waited_s = CLOCK.now_s() - begun_s
         assert Lookup.HIT not in statuses
         assert waited_s < 2.0
-    # Found by its name from now on, as by an engine that knows nothing but the run.
-    keeper = keep([config(fabric.run, A)], template=config(fabric.run, "template"))
-    until(lambda: ray.get(keeper.nodes.remote()) == (A,), 20, "the keeper knows that B is dead")
+    # With a deadline of its own: pytest's does not reach into `ray.get`.
+    until(lambda: ray.get(keeper.nodes.remote(), timeout=20) == (A,), 20, "the keeper knows it")
     fabric.reconcile()
     assert fabric.nodes == (A,)
     assert set(ray.get(fabric.router_actor().holdings.remote())) == {A}
@@ -382,7 +384,7 @@ def test_a_dead_node_is_a_miss_then_dropped_and_welcome_again(cluster, fabric, u
         labels={NODE_LABEL: B},
         object_store_memory=OBJECT_STORE_BYTES,
     )
-    until(lambda: ray.get(keeper.nodes.remote()) == (A, B), 20, "the new node gets a pool")
+    until(lambda: ray.get(keeper.nodes.remote(), timeout=20) == (A, B), 20, "the new node's pool")
     until(lambda: fabric.reconcile().add, 20, "and everybody finds it")
     assert fabric.nodes == (A, B)
     with attach(fabric, B) as there:

@@ -1,11 +1,14 @@
 """The client against a server in this process: what it holds comes back, whatever goes wrong."""
 
+import os
+import warnings
+
 import pytest
 from pool_yard import CLOCK, GROUPS, NAMESPACE, chunk, keys, store, until
 
 from kvfabric.fabric.config import PoolConfig
-from kvfabric.fabric.errors import Malformed, Unavailable, Unsupported
-from kvfabric.fabric.types import Lookup, make_key
+from kvfabric.fabric.errors import Closed, ConfigError, Malformed, Unavailable
+from kvfabric.fabric.types import Lookup, Released, make_key
 from kvfabric.tiers.pool.client import PoolClient
 from kvfabric.tiers.pool.server import PoolServer
 
@@ -39,7 +42,7 @@ def test_a_key_of_a_group_that_was_not_named_pins_nothing(pair) -> None:
 
 
 def test_a_checksum_that_the_pool_refuses_gives_the_slots_back(pair) -> None:
-    with pytest.raises(Unsupported):
+    with pytest.raises(Malformed, match="checksum 0"):
         pair.client.store(keys(0, 2), range(2), lambda _index, _slot: 0)
     pair.client.stats()
     assert pair.server.stats()["writing"] == 0
@@ -69,3 +72,39 @@ def test_a_pool_that_comes_back_with_a_shorter_lease_is_renewed_in_time(yard) ->
     assert pair.server.stats()["lapses"] == 0
     assert [one.name for one in pair.client.release([held.slot])] == ["HELD"]
     assert bytes(pair.client.view(held.slot, 8)) == chunk(0)[:8]
+
+
+@pytest.mark.parametrize("endpoint", ["bogus", "/dev/shm/a.sock", "tcp://", ""])
+def test_what_is_no_address_is_said_to_be_none(endpoint) -> None:
+    with pytest.raises(ConfigError, match=r"addresses\.client"):
+        PoolClient.attach(endpoint, NAMESPACE, GROUPS)
+
+
+def test_what_the_pool_cannot_read_is_named_as_it_is(pair) -> None:
+    with pytest.raises(Malformed, match=r"^key is malformed: 5 bytes"):
+        pair.client.reserve([b"short"], [0])
+
+
+def test_a_forked_process_is_refused_at_once_and_its_close_takes_nothing_from_the_parent(pair):
+    store(pair.client, 0, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the point is that others do it
+        pid = os.fork()
+    if pid == 0:
+        os._exit(refused_calls(pair.client))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+    ((status, held, _),) = pair.client.pin(keys(0, 1))
+    assert status is Lookup.HIT
+    assert pair.client.release([held.slot]) == [Released.HELD]
+
+
+def refused_calls(client: PoolClient) -> int:
+    """Return how many calls say that the client is of no use here; then close it."""
+    refused = 0
+    for call in (client.stats, lambda: client.pin(keys(0, 2)), lambda: store(client, 5, 1)):
+        try:
+            call()
+        except Closed as error:
+            refused += "inherited by a fork is closed. Open a new one." in str(error)
+    client.close()
+    return refused

@@ -153,7 +153,7 @@ def test_a_pool_that_cannot_start_says_why(yard, host, message) -> None:
 
 
 def test_an_unknown_key_is_named(yard) -> None:
-    with pytest.raises(ConfigError, match=r"host\.lease: .*See the fields of PoolConfig"):
+    with pytest.raises(ConfigError, match=r"host\.lease: .*See PoolConfig among the settings"):
         yard.config(host={"lease": 1})
 
 

@@ -8,9 +8,11 @@ Failure. `ask` ends within its time: with the answer, or with `Unavailable`. Whi
 now and then whether the pool is still the same, which also keeps the leases alive; a question that
 a pool took to its grave is asked again of the next one.
 
-Threading. Any thread may ask; they take turns.
+Threading. Any thread may ask; they take turns. A process that was forked from the channel's own may
+not: its copy of the socket is the parent's, and the threads behind it are not there.
 """
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,7 +22,14 @@ from enum import IntEnum
 import zmq
 
 from ...fabric.clock import Clock
-from ...fabric.errors import Closed, Malformed, NamespaceMismatch, Unavailable, Unsupported
+from ...fabric.errors import (
+    Closed,
+    ConfigError,
+    Malformed,
+    NamespaceMismatch,
+    Unavailable,
+    Unsupported,
+)
 from ...fabric.types import Lookup, Reserved, SlotRef
 from ...fabric.wire import (
     Abort,
@@ -75,12 +84,21 @@ class Channel:
         self._clock = clock
         self._turn = threading.Lock()
         self._closed = False
+        self._pid = os.getpid()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(endpoint)
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(
+                "endpoint",
+                f"{endpoint!r} is no address of a pool ({error.strerror})",
+                "Give the pool's `addresses.client`, which begins with ipc://",
+            ) from error
         self._request = 0
         self._epoch = 0
         self._silent = False
@@ -98,7 +116,11 @@ class Channel:
             return self._attach_locked(self._clock.now_s() + wait_s, wait_s)
 
     def ask(self, body: Message, wait_s: float) -> Message:
-        """Return the answer. Raises `Unavailable`, `Unsupported` if refused, or `Closed`."""
+        """Return the answer.
+
+        Raises `Unavailable`, `Malformed` or `Unsupported` if refused, or `Closed`.
+        """
+        self._require_own_process()
         if self._silent:
             wait_s = min(wait_s, SILENT_WAIT_S)
         deadline_s = self._clock.now_s() + wait_s
@@ -113,6 +135,8 @@ class Channel:
         finally:
             self._turn.release()
         if isinstance(reply, Refused):
+            if not reply.ours:
+                raise Malformed(reply.field, reply.theirs)
             raise Unsupported(reply.field, reply.ours, reply.theirs)
         return reply
 
@@ -132,7 +156,9 @@ class Channel:
         self._owed_pins.extend(refs)
 
     def close(self) -> None:
-        """Say goodbye. Safe to call twice."""
+        """Say goodbye. Safe to call twice, and in a forked process, where it says nothing."""
+        if os.getpid() != self._pid:
+            return
         with self._turn:
             if self._closed:
                 return
@@ -141,6 +167,10 @@ class Channel:
                 self._socket.send(encode(self._epoch, 0, Detach()), zmq.NOBLOCK)
             self._socket.close(linger=LINGER_MS)
             self._context.term()
+
+    def _require_own_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise Closed("the pool client that this process inherited by a fork")
 
     def _ask_locked(self, body: Message, deadline_s: float, wait_s: float) -> Message:
         while True:

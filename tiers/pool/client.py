@@ -12,7 +12,9 @@ Failure. A pool that does not answer within `timeout_s` is `Unavailable`; the ca
 miss, and what the pool may have granted meanwhile goes back to it later. Loaded bytes are verified;
 corrupt ones are reported to the pool and are a MISS.
 
-Threading. Calls may come from several threads; they take turns on the socket.
+Threading. Calls may come from several threads; they take turns on the socket. A process that is
+forked attaches for itself: of what it inherits it may only `close` the client, which leaves the
+parent's as it was, or `lookup`.
 """
 
 import threading
@@ -138,8 +140,8 @@ class PoolClient:
     ) -> "PoolClient":
         """Attach to the pool at `endpoint` (`ipc://...`).
 
-        Raises `NamespaceMismatch` or `Unsupported`, naming the field, if the pool refuses, and
-        `Unavailable` if it does not answer.
+        Raises `NamespaceMismatch` or `Unsupported`, naming the field, if the pool refuses,
+        `Unavailable` if it does not answer, and `ConfigError` if `endpoint` is no address.
         """
         return cls(endpoint, namespace, groups, clock, timeout_s)
 

@@ -167,8 +167,10 @@ class ClientCore:
         self.directory.renew(session.client, self.clock.now_s())
         try:
             return handler(session, envelope.request, body)
+        except Malformed as error:
+            return Refused(error.what, "", error.problem)
         except FabricError as error:
-            return Refused(type(error).__name__, "", str(error))
+            return Refused(type(error).__name__, "no more", str(error))
 
     def _attach(self, identity: bytes, attach: Attach) -> Body:
         if not (0 < attach.pid < PID_MAX and 0 < attach.pid_started < 1 << 63):
