@@ -9,6 +9,7 @@ import ray
 from ..fabric.clock import SystemClock
 from ..fabric.config import PoolConfig, parse
 from ..fabric.errors import FabricError
+from ..tiers.pool.process import own_process
 from ..tiers.pool.server import PoolServer
 from ..tiers.pool.sockets import PoolAddresses
 
@@ -28,6 +29,7 @@ class PoolShell:
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
+        own_process()
         self._started: PoolServer | FabricError
         try:
             server = PoolServer(parse(PoolConfig, config), SystemClock())

@@ -22,6 +22,7 @@ from ...fabric import errors
 from ...fabric.clock import SystemClock
 from ...fabric.config import PoolConfig, parse
 from ...fabric.errors import FabricError, Unavailable
+from .process import own_process
 from .server import PoolServer
 from .sockets import PoolAddresses
 
@@ -156,6 +157,7 @@ class _Answers:
 def serve(values: Mapping[str, Any], answers: _Answers) -> None:
     """Run a pool until standard input closes or SIGTERM comes, then remove its files and exit."""
     signal.signal(signal.SIGTERM, _terminate)
+    own_process()
     server = PoolServer(parse(PoolConfig, values), SystemClock())
     server.start()
     try:

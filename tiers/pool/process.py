@@ -1,10 +1,21 @@
 """Which process is which: pids are reused, so a process is its pid and its start time."""
 
 import os
+import sys
 from pathlib import Path
 
 _START_TIME_FIELD = 19
 """Field 22 of /proc/PID/stat, counted from the first field after the command's name (proc(5))."""
+
+
+SWITCH_S = 0.0002
+"""After a read the pool's thread wants the interpreter back from a thread that sums, and waits for it
+this long. With Python's 5 ms a verified pull of 1 GiB ran at 3.4 GB/s, with this at 4.4."""
+
+
+def own_process() -> None:
+    """Set up a process whose purpose is one pool."""
+    sys.setswitchinterval(SWITCH_S)
 
 
 def started(pid: int) -> int:
