@@ -122,7 +122,7 @@ def fabric(cluster, until) -> Iterator[Fabric]:
 
 
 def test_one_pool_per_node_by_label_and_a_second_start_joins(cluster, fabric):
-    pids = {node: ray.get(fabric.pool(node).pid.remote()) for node in (A, B)}
+    pids = {node: ray.get(fabric.pool(node).pid.remote(), timeout=30) for node in (A, B)}
     raylets = {
         node: raylet.all_processes["raylet"][0].process.pid
         for node, raylet in cluster.raylets.items()
@@ -132,7 +132,7 @@ def test_one_pool_per_node_by_label_and_a_second_start_joins(cluster, fabric):
     assert not fabric.joined
     joining = Fabric.start([config(fabric.run, A), config(fabric.run, B)])
     assert joining.joined
-    assert {node: ray.get(joining.pool(node).pid.remote()) for node in (A, B)} == pids
+    assert {node: ray.get(joining.pool(node).pid.remote(), timeout=30) for node in (A, B)} == pids
     assert joining.router() == fabric.router()
     assert not fabric.reconcile().add
 
@@ -178,7 +178,7 @@ def test_a_namespace_mismatch_crosses_ray_with_its_fields(fabric):
 
 
 def test_a_killed_pool_comes_back_with_every_committed_chunk(cluster, fabric, until):
-    before, pid = fabric.addresses(A), ray.get(fabric.pool(A).pid.remote())
+    before, pid = fabric.addresses(A), ray.get(fabric.pool(A).pid.remote(), timeout=30)
     stored: list[int] = []
     faults: Counter[str] = Counter()
     stop = threading.Event()
@@ -206,7 +206,7 @@ def test_a_killed_pool_comes_back_with_every_committed_chunk(cluster, fabric, un
     finally:
         stop.set()
         thread.join()
-    after, new_pid = fabric.addresses(A), ray.get(fabric.pool(A).pid.remote())
+    after, new_pid = fabric.addresses(A), ray.get(fabric.pool(A).pid.remote(), timeout=30)
     assert new_pid != pid
     assert parent(new_pid) == cluster.raylets[A].all_processes["raylet"][0].process.pid
     assert after.epoch > before.epoch
@@ -237,8 +237,8 @@ def test_replicas_decide_while_the_router_is_away_and_agree_after(fabric, until)
         store(16)
         expected = (SourceRange(B, fabric.addresses(B).peer, 0, 16),)
         until(lambda: sources() == expected, 10, "the replica knows what node B has")
-        holdings = ray.get(fabric.router_actor().holdings.remote())
-        pid = ray.get(fabric.router_actor().pid.remote())
+        holdings = ray.get(fabric.router_actor().holdings.remote(), timeout=30)
+        pid = ray.get(fabric.router_actor().pid.remote(), timeout=30)
         os.kill(pid, signal.SIGKILL)
         until(lambda: gone(pid), 5, "the router is gone")
         assert sources() == expected
@@ -357,7 +357,7 @@ def test_a_dead_node_is_a_miss_then_dropped_and_welcome_again(cluster, fabric, u
             there.store_bytes(keys(900, 4), range(4), [content(n) for n in range(900, 904)])
         sources = (SourceRange(B, fabric.addresses(B).peer, 0, 2),)
         assert load(here, 900, 2, 2.0, sources) == ((Lookup.HIT,) * 2, [True] * 2)
-        pid = ray.get(fabric.pool(B).pid.remote())
+        pid = ray.get(fabric.pool(B).pid.remote(), timeout=30)
         cluster.kill_node(B)
         # It begins while Ray still says that B is alive, and must not wait for B's pool for ever.
         # Found by its name from now on, as by an engine that knows nothing but the run.
@@ -377,7 +377,7 @@ def test_a_dead_node_is_a_miss_then_dropped_and_welcome_again(cluster, fabric, u
     until(lambda: ray.get(keeper.nodes.remote(), timeout=20) == (A,), 20, "the keeper knows it")
     fabric.reconcile()
     assert fabric.nodes == (A,)
-    assert set(ray.get(fabric.router_actor().holdings.remote())) == {A}
+    assert set(ray.get(fabric.router_actor().holdings.remote(), timeout=30)) == {A}
     cluster.raylets[B] = cluster.cluster.add_node(
         num_cpus=CPUS_PER_NODE,
         include_dashboard=False,
@@ -390,7 +390,7 @@ def test_a_dead_node_is_a_miss_then_dropped_and_welcome_again(cluster, fabric, u
     with attach(fabric, B) as there:
         assert load(there, 900, 4) == ((Lookup.HIT,) * 4, [True] * 4)
     until(
-        lambda: ray.get(fabric.router_actor().holdings.remote()).get(B, 0) >= 4,
+        lambda: ray.get(fabric.router_actor().holdings.remote(), timeout=30).get(B, 0) >= 4,
         10,
         "the router follows it",
     )

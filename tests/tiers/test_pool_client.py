@@ -108,3 +108,18 @@ def refused_calls(client: PoolClient) -> int:
             refused += "inherited by a fork is closed. Open a new one." in str(error)
     client.close()
     return refused
+
+
+def test_a_record_that_changed_under_a_pin_costs_its_chunk_alone(pair, monkeypatch) -> None:
+    store(pair.client, 0, 3)
+    refs = [chunk.slot for _, chunk, _ in pair.client.pin(keys(0, 3))]
+    pair.client.release(refs)
+    reader = pair.client._mapped()[1]
+    honest = reader.generation
+    monkeypatch.setattr(
+        reader, "generation", lambda slot: honest(slot) + (1 if slot == refs[1].slot else 0)
+    )
+    into = [memoryview(bytearray(len(chunk(n)))) for n in range(3)]
+    loaded = pair.client.load_bytes(keys(0, 3), into)
+    assert loaded.statuses == (Lookup.HIT, Lookup.MISS, Lookup.HIT)
+    assert pair.server.stats()["pinned"] == 0

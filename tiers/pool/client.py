@@ -70,6 +70,8 @@ from .region import RegionView
 
 R = TypeVar("R", bound=Message)
 
+NO_SUM = 0
+"""No chunk has this checksum: what could not be read is a MISS."""
 RENEWALS_PER_LEASE = 3
 """So that one lost renewal, or one slow answer, ends no lease."""
 
@@ -325,7 +327,12 @@ class PoolClient:
         self.close()
 
     def _drain(self, chunk: Chunk, index: int, drain: Callable[[int, memoryview, int], int]) -> int:
-        return drain(index, self.view(chunk.slot, chunk.length_bytes), chunk.checksum)
+        try:
+            slot = self.view(chunk.slot, chunk.length_bytes)
+        except Closed:
+            self._mapped()  # raises if it is this client that is closed
+            return NO_SUM
+        return drain(index, slot, chunk.checksum)
 
     def _length(self, key: ChunkKey) -> int:
         group = self.groups.get(int.from_bytes(key[-4:], "big"))
