@@ -147,8 +147,13 @@ def test_a_bad_config_is_raised_as_what_it_is_and_leaves_nothing(cluster, until)
     assert "the machine has" in caught.value.problem
     assert caught.value.remedy
     assert CLOCK.now_s() - begun_s < 20
-    named = ray.util.list_named_actors(all_namespaces=True)
-    assert not [one for one in named if run in one["name"]]
+    until(
+        lambda: (
+            not [one for one in ray.util.list_named_actors(all_namespaces=True) if run in str(one)]
+        ),
+        10,
+        "no actors are left",
+    )
     until(lambda: not files_of(run), 5, "no files are left")
 
 
@@ -237,7 +242,12 @@ def test_replicas_decide_while_the_router_is_away_and_agree_after(fabric, until)
         store(16)
         expected = (SourceRange(B, fabric.addresses(B).peer, 0, 16),)
         until(lambda: sources() == expected, 10, "the replica knows what node B has")
-        holdings = ray.get(fabric.router_actor().holdings.remote(), timeout=30)
+        holdings = {node: int(values["ready"]) for node, values in fabric.stats().items()}
+        until(
+            lambda: ray.get(fabric.router_actor().holdings.remote(), timeout=30) == holdings,
+            10,
+            "the router knows what the pools have",
+        )
         pid = ray.get(fabric.router_actor().pid.remote(), timeout=30)
         os.kill(pid, signal.SIGKILL)
         until(lambda: gone(pid), 5, "the router is gone")
