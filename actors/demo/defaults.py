@@ -1,7 +1,7 @@
 """What a run of the demo is when nobody says otherwise. Imports nothing, for the command line."""
 
 SCALE = 0.0625
-"""12K-token prompts become 768 tokens: two CPU cores prefill them in a fifth of a second."""
+"""12K-token prompts become 768 tokens, which one CPU core prefills in 0.13 s (measured)."""
 TRACE_REQUESTS = 100
 CONVERSATIONS = 4
 TURNS = 8

@@ -57,7 +57,7 @@ BUSY_POLL_MS = 1
 DOOMED_POLL_MS = 20
 """Between looks at reads that nobody waits for: from a source that stands still they never end."""
 VERIFY_THREADS = 2
-"""For checksums of pulled chunks: one copies while two sum at 12 GB/s each."""
+"""For checksums of pulled chunks: one sums 12 GB/s, and the other takes what piles up."""
 ERROR_PAUSE_S = 0.01
 """After an error that escaped: one that comes again every turn must not fill the log's disk."""
 CALL_S = 10.0
@@ -157,7 +157,6 @@ class PoolServer:
             LOG.info("adopted the region of node %s: %s", self.config.node, adopted)
 
     def _open_parts(self) -> None:
-        self._whole_turn_s = float("-inf")
         self._verifiers = ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="kvfabric-verify")
         self._undo.append(lambda: self._verifiers.shutdown(wait=True))
         adopted = [chunk for _, chunk in self.directory.ready_chunks()]
@@ -247,9 +246,6 @@ class PoolServer:
     def _turn(self) -> None:
         sockets = self.sockets
         ready = sockets.poll(self._poll_ms())
-        if not ready and self._serves_peers_only():
-            self._progress()
-            return
         for descriptor in [each for each in self._watched if each in ready]:
             self._process_ended(descriptor)
         for identity, *frames in sockets.received(sockets.clients, ready):
@@ -282,21 +278,6 @@ class PoolServer:
         left_ms = (deadline_s - self.clock.now_s()) * 1000  # infinite, too, and on either side
         return int(max(0, min(IDLE_POLL_MS, left_ms + 1)))
 
-    def _serves_peers_only(self) -> bool:
-        """Whether all that is going on is peers' reading, for which a whole turn is too much.
-
-        A turn takes 70 us, and while a lease runs there is one every millisecond.
-        """
-        source, peering = self.source, self.peering
-        if source is None or not source.has_grants or self.fetcher.busy:
-            return False
-        ends_s = min(self._whole_turn_s, self.directory.next_deadline_s(), source.next_deadline_s())
-        return not (peering is not None and peering.busy) and self.clock.now_s() < ends_s
-
-    def _progress(self) -> None:
-        if self.transport is not None:
-            self.transport.progress()
-
     def _on_peer(self, identity: bytes, frame: bytes) -> None:
         try:
             envelope = decode(frame)
@@ -320,11 +301,10 @@ class PoolServer:
 
     def _step(self) -> None:
         now_s = self.clock.now_s()
-        self._whole_turn_s = now_s + IDLE_POLL_MS / 1000
         if self.source is not None:
             self.source.tick(now_s)
-            if self.source.has_grants:
-                self._progress()
+            if self.transport is not None and self.source.has_grants:
+                self.transport.progress()
         if self.peering is not None:
             self.peering.step()
         self.fetcher.step()
