@@ -55,6 +55,10 @@ class Attached(Body, frozen=True, tag="attached"):
     segment_paths: list[str]
     slot_bytes: int
     lease_s: float
+    media: list[str]
+    """Names of the pool's tiers below host memory, fastest first."""
+    peer_endpoint: str
+    """Where other pools and routers reach it; empty if it serves no peers."""
 
 
 class Refused(Body, frozen=True, tag="refused"):

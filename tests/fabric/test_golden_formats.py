@@ -63,10 +63,10 @@ MESSAGES = [
         "9401090396a6617474616368a163076381a56d6f64656ca16d91930020cd1000",
     ),
     (
-        wire.Attached("a", NAMESPACE_ID, "/s/c", ["/s/0"], 4096, 10.0),
+        wire.Attached("a", NAMESPACE_ID, "/s/c", ["/s/0"], 4096, 10.0, ["fs"], "tcp://p"),
         (
-            "9401090397a86174746163686564a161c410a0a1a2a3a4a5a6a7a8a9aaabacadaeaf"
-            "a42f732f6391a42f732f30cd1000cb4024000000000000"
+            "9401090399a86174746163686564a161c410a0a1a2a3a4a5a6a7a8a9aaabacadaeaf"
+            "a42f732f6391a42f732f30cd1000cb402400000000000091a26673a77463703a2f2f70"
         ),
     ),
     (wire.Refused("rope", "x", "y"), "9401090394a772656675736564a4726f7065a178a179"),

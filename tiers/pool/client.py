@@ -114,6 +114,10 @@ class PoolClient:
         self.client = uuid.uuid4().hex
         self.copier = Copier()
         self.node = ""
+        self.media: tuple[str, ...] = ()
+        """The pool's tiers below host memory, fastest first."""
+        self.peer_endpoint = ""
+        """Where other pools reach this one; empty if it serves none."""
         self.namespace_id = NamespaceId(b"")
         self._closed = threading.Event()
         self._lease_s = 0.0
@@ -349,6 +353,8 @@ class PoolClient:
     def _on_attached(self, reply: Attached) -> Remapped:
         """Know the pool, and map its memory if it is not the one that is mapped."""
         self.node = reply.node
+        self.media = tuple(reply.media)
+        self.peer_endpoint = reply.peer_endpoint
         if reply.lease_s != self._lease_s:
             self._lease_s = reply.lease_s
             self._lease_changed.set()

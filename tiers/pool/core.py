@@ -72,6 +72,8 @@ class PoolPlace:
     segment_paths: tuple[str, ...]
     slot_bytes: int
     lease_s: float
+    media: tuple[str, ...] = ()
+    peer_endpoint: str = ""
 
 
 class ClientCore:
@@ -204,6 +206,8 @@ class ClientCore:
             list(self.place.segment_paths),
             self.place.slot_bytes,
             self.place.lease_s,
+            list(self.place.media),
+            self.place.peer_endpoint,
         )
 
     def _forget(self, identity: bytes, session: Session) -> None:

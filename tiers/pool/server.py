@@ -219,6 +219,8 @@ class PoolServer:
             tuple(self.region.segment_paths),
             self.config.host.slot_bytes,
             self.config.host.lease_s,
+            tuple(tier.name for tier in self.tiers),
+            self.addresses.peer if self.peering is not None else "",
         )
         self.core = ClientCore(place, self.context, self.fetcher)
         self.fetcher.chunk_bytes = self.core.namespaces.chunk_bytes
