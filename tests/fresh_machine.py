@@ -75,7 +75,7 @@ def unshare() -> None:
     uid, gid = os.getuid(), os.getgid()
     if libc.unshare(NEWNS) != 0:
         if libc.unshare(NEWNS | NEWUSER) != 0:
-            raise OSError(ctypes.get_errno(), "no mount namespace may be made")
+            raise PermissionError(ctypes.get_errno(), "no mount namespace may be made")
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
@@ -126,7 +126,7 @@ def main() -> None:
     try:
         unshare()
         hide(folder, {target: int(size) for kind, size, target in options if kind == "--size"})
-    except OSError as error:
+    except PermissionError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(FORBIDDEN)
     for source, target in files:
