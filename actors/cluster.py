@@ -6,21 +6,27 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
 
+from .folders import Need, own_folder
 from .nodes import NODE_LABEL
 from .quiet import quiet_ray
+from .ray_start import end_all, refusing, told
 
 OBJECT_STORE_BYTES = 80 << 20
 """Ray's minimum is about 75 MB; no KV goes through the object store."""
+LOGS_BYTES = 64 << 20
+"""A short run writes 2 MB of logs. Object stores lie beside them where shared memory is small."""
+SOCKET_PATH_BYTES_MAX = 107
+"""Linux' limit for the path of a socket."""
+LONGEST_SOCKET = "/ray/session_2026-12-31_23-59-59_999999_4194304/sockets/plasma_store.999"
+"""The longest name that Ray gives a socket in a cluster's folder."""
 CPUS_PER_NODE = 8
 """Logical: workers here are small, and the machine's cores are shared anyway."""
 
@@ -49,40 +55,56 @@ class LocalCluster:
 def local_cluster(nodes: Sequence[str], namespace: str = "kvfabric") -> Generator[LocalCluster]:
     """Start one raylet per node, the first of them the head, and connect this process.
 
-    On exit everything is ended and the cluster's temporary folder is removed. Call
-    `netns.isolate_network` first if the cluster must not listen on the host's address, and
-    `quiet.quiet_ray` before Ray is imported if its own messages must stay out of the output.
+    All of Ray's state lies in a folder of the cluster's own. On exit everything is ended and that
+    folder is removed. Call `netns.isolate_network` first if the cluster must not listen on the
+    host's address, and `quiet.quiet_ray` before Ray is imported if its own messages must stay out
+    of the output. Raises `Refused` if the machine does not let Ray come up; nothing is left then.
     """
     quiet_ray()
     logging.getLogger("ray").setLevel(logging.ERROR)
-    folder = tempfile.mkdtemp(prefix="kvf-")
-    cluster = Cluster()
+    with own_folder(_need(len(nodes))) as folder:
+        cluster = Cluster()
+        try:
+            with told(folder), refusing(folder):
+                raylets = _start(cluster, nodes, folder, namespace)
+            with _ended_by_sigterm():
+                yield LocalCluster(cluster, raylets)
+        finally:
+            with told(folder):
+                ray.shutdown()
+                cluster.shutdown()
+            end_all(folder)
+
+
+def _need(nodes: int) -> Need:
+    stores = nodes * OBJECT_STORE_BYTES
+    shared = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+    room = LOGS_BYTES + (0 if shared > stores else stores)
+    return Need("Ray's state", "kvf-", room, SOCKET_PATH_BYTES_MAX - len(LONGEST_SOCKET))
+
+
+def _start(
+    cluster: Cluster, nodes: Sequence[str], folder: str, namespace: str
+) -> dict[str, object]:
     raylets: dict[str, object] = {}
-    try:
-        with _standard_error_aside():
-            for number, node in enumerate(nodes):
-                head: dict[str, Any] = (
-                    {"_system_config": HEALTH_CHECKS, "temp_dir": folder} if number == 0 else {}
-                )
-                raylets[node] = cluster.add_node(
-                    num_cpus=CPUS_PER_NODE,
-                    include_dashboard=False,
-                    labels={NODE_LABEL: node},
-                    object_store_memory=OBJECT_STORE_BYTES,
-                    **head,
-                )
-            ray.init(
-                address=cluster.address,
-                namespace=namespace,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
-        with _ended_by_sigterm():
-            yield LocalCluster(cluster, raylets)
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-        shutil.rmtree(Path(folder), ignore_errors=True)
+    for number, node in enumerate(nodes):
+        head: dict[str, Any] = (
+            {"_system_config": HEALTH_CHECKS, "temp_dir": f"{folder}/ray"} if number == 0 else {}
+        )
+        raylets[node] = cluster.add_node(
+            num_cpus=CPUS_PER_NODE,
+            include_dashboard=False,
+            labels={NODE_LABEL: node},
+            object_store_memory=OBJECT_STORE_BYTES,
+            **head,
+        )
+    ray.init(
+        address=cluster.address,
+        namespace=namespace,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    return raylets
 
 
 @contextlib.contextmanager
@@ -100,24 +122,3 @@ def _ended_by_sigterm() -> Generator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
-
-
-@contextlib.contextmanager
-def _standard_error_aside() -> Generator[None]:
-    """Keep what is written to descriptor 2 apart, and show it only if the start fails.
-
-    Ray's C++ part warns there of every address that it cannot reach, before it knows its log level.
-    """
-    sys.stderr.flush()
-    with tempfile.TemporaryFile() as aside:
-        kept = os.dup(2)
-        os.dup2(aside.fileno(), 2)
-        try:
-            yield
-        except BaseException:
-            aside.seek(0)
-            os.write(kept, aside.read())
-            raise
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)

@@ -20,6 +20,10 @@ class ConfigError(FabricError):
         return f"{self.field}: {self.problem}. {self.remedy}"
 
 
+class Refused(ConfigError):
+    """The machine does not give what you asked of it: room, a port, a folder, a process in time."""
+
+
 class NamespaceMismatch(FabricError):
     """Two sides do not agree on something that must agree before bytes may be shared."""
 

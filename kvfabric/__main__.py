@@ -1,7 +1,10 @@
 """The command line: `kvfabric demo | bench | sweep`."""
 
+import contextlib
 import os
 import sys
+import traceback
+from collections.abc import Generator
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +14,7 @@ from rich.console import Console
 
 from .actors.demo import defaults
 from .fabric.clock import SystemClock
-from .fabric.errors import ConfigError, FabricError
+from .fabric.errors import ConfigError, FabricError, Malformed, Refused
 
 if TYPE_CHECKING:
     from .actors.demo.tally import Tally
@@ -23,6 +26,9 @@ app = typer.Typer(
 PLOT_NAME = "kvfabric-demo.png"
 PLOT_SUFFIXES = (".png", ".svg", ".pdf", ".jpg")
 """What matplotlib writes without further packages."""
+
+
+Debug = Annotated[bool, typer.Option("--debug", help="With an error, show where it comes from.")]
 
 
 class Network(str, Enum):  # noqa: UP042 (typer reads the value of a str enum)
@@ -72,31 +78,44 @@ def demo(  # noqa: PLR0913 (each is an option of the command)
     *,
     kill: Annotated[bool, typer.Option(help="Kill a pool, then a whole node, on the way.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON object.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Two nodes of a local Ray cluster share one KV cache; every token is checked."""
-    require_place(plot)
-    settle_ray(network)
-    from .actors.demo.options import DemoOptions
-    from .actors.demo.run import run
+    with explained(debug=debug):
+        require_place(plot)
+        settle_ray(network)
+        from .actors.demo.options import DemoOptions
+        from .actors.demo.run import run
 
-    console = Console(stderr=as_json)
-    options = DemoOptions(
-        trace=trace,
-        scale=scale,
-        requests=requests,
-        conversations=conversations,
-        turns=turns,
-        output_tokens_max=output_tokens,
-        prefill_workers=workers,
-        decode_workers=workers,
-        chunk_tokens=chunk_tokens,
-        block_tokens=block_tokens,
-        seed=seed,
-        kill=kill,
-        region_bytes=region_bytes,
-    )
-    tally = run(options, console, SystemClock())
-    raise typer.Exit(picture_and_figures(tally, plot, console, as_json=as_json))
+        console = Console(stderr=as_json)
+        options = DemoOptions(
+            trace=trace,
+            scale=scale,
+            requests=requests,
+            conversations=conversations,
+            turns=turns,
+            output_tokens_max=output_tokens,
+            prefill_workers=workers,
+            decode_workers=workers,
+            chunk_tokens=chunk_tokens,
+            block_tokens=block_tokens,
+            seed=seed,
+            kill=kill,
+            region_bytes=region_bytes,
+        )
+        tally = run(options, console, SystemClock())
+        raise typer.Exit(picture_and_figures(tally, plot, console, as_json=as_json))
+
+
+@contextlib.contextmanager
+def explained(*, debug: bool) -> Generator[None]:
+    """With `debug`, show where an error of the fabric comes from, before it becomes a sentence."""
+    try:
+        yield
+    except FabricError as error:
+        if debug:
+            traceback.print_exception(error)
+        raise
 
 
 def picture_and_figures(tally: "Tally", plot: Path, console: Console, *, as_json: bool) -> int:
@@ -145,6 +164,7 @@ def bench(
     name: Annotated[str, typer.Argument(help="pool or p2p")],
     *,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines instead of a table.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Measure, beside a peer or a physical limit in the same run."""
     from .actors.bench import BENCHES
@@ -153,8 +173,11 @@ def bench(
     if name not in BENCHES:
         raise typer.BadParameter(f"{name!r} is none of: {', '.join(BENCHES)}")
     console = Console(stderr=as_json)
-    with console.status(f"measuring {name}"):
-        rows = BENCHES[name](SystemClock())
+    with explained(debug=debug), console.status(f"measuring {name}"):
+        try:
+            rows = BENCHES[name](SystemClock())
+        except MemoryError as error:
+            raise Refused("memory", f"none is left: {error}", "Free some.") from error
     show(rows, Console(), as_json=as_json)
 
 
@@ -177,12 +200,18 @@ def sweep(
 
 
 def main() -> None:
-    """Run the command line; an error of the fabric is one sentence and exit code 2."""
+    """Run the command line. An error of the fabric is one sentence, and an exit code.
+
+    2 says that what was asked cannot be done anywhere; 1 that it could not be done here and now.
+    """
     try:
         app()
     except FabricError as error:
-        typer.echo(f"kvfabric: {error}", err=True)
-        sys.exit(2)
+        typer.echo(f"kvfabric: {' '.join(str(error).split())}", err=True)
+        asked_wrongly = isinstance(error, ConfigError | Malformed) and not isinstance(
+            error, Refused
+        )
+        sys.exit(2 if asked_wrongly else 1)
 
 
 if __name__ == "__main__":

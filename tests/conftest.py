@@ -4,11 +4,14 @@ The clean exit: after the last test no process that the session started may be a
 named kvfabric-* that nobody holds may be left in shared memory. Either fails the run.
 """
 
+import importlib.util
 import os
 import random
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -101,6 +104,29 @@ def seed() -> int:
 def rng(request: pytest.FixtureRequest) -> random.Random:
     """A generator of this test's own, from the session's seed and the test's name."""
     return random.Random(f"{SEED} {request.node.nodeid}")
+
+
+def beside(name: str) -> Any:
+    """Make a helper beside this file importable by its name, and return it."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def new_machine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Any]:
+    """Return what makes a machine with an empty /tmp and an empty home folder."""
+    helper = beside("fresh_machine")
+    return lambda: helper.FreshMachine.make(tmp_path_factory.mktemp("fresh"))
+
+
+@pytest.fixture
+def machine(new_machine: Callable[[], Any]) -> Any:
+    """A machine on which nothing has run yet, for one test."""
+    return new_machine()
 
 
 @pytest.fixture(scope="session", autouse=True)

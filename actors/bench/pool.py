@@ -1,7 +1,7 @@
 """`kvfabric bench pool`: bulk lookup, and verified store and load against plain memcpy."""
 
+import os
 import statistics
-import tempfile
 from collections.abc import Sequence
 
 import numpy as np
@@ -50,27 +50,26 @@ def bench_keys(first: int, count: int) -> list[ChunkKey]:
 
 def bench_pool(clock: Clock) -> Sequence[Row]:
     """Return the rows of this benchmark. Takes about 30 s and 3.5 GiB of memory."""
-    with tempfile.TemporaryDirectory(prefix="kvf-") as folder:
-        config = parse(
-            PoolConfig,
-            {
-                "node": "bench",
-                "run": f"bench-{folder[-8:].strip('_')}",
-                "host": {"slot_bytes": CHUNK_BYTES, "region_bytes": (CHUNKS + 8) * CHUNK_BYTES},
-                "peers": {"transport": "none"},
-            },
-        )
-        with PoolProcess(config) as pool:
-            rows = [_store_load(clock, pool)]
-        small = config.model_copy(
-            update={
-                "host": config.host.model_copy(
-                    update={"slot_bytes": 4096, "region_bytes": 4096 * 4 * LOOKUP_KEYS}
-                )
-            }
-        )
-        with PoolProcess(small) as pool:
-            rows.append(_lookup(clock, pool))
+    config = parse(
+        PoolConfig,
+        {
+            "node": "bench",
+            "run": f"bench-{os.getpid()}",
+            "host": {"slot_bytes": CHUNK_BYTES, "region_bytes": (CHUNKS + 8) * CHUNK_BYTES},
+            "peers": {"transport": "none"},
+        },
+    )
+    with PoolProcess(config) as pool:
+        rows = [_store_load(clock, pool)]
+    small = config.model_copy(
+        update={
+            "host": config.host.model_copy(
+                update={"slot_bytes": 4096, "region_bytes": 4096 * 4 * LOOKUP_KEYS}
+            )
+        }
+    )
+    with PoolProcess(small) as pool:
+        rows.append(_lookup(clock, pool))
     return rows
 
 

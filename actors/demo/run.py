@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import tempfile
 import threading
 from collections.abc import Generator
 from pathlib import Path
@@ -17,12 +16,15 @@ from ...fabric.errors import ConfigError
 from ...tiers.pool.sweep import sweep
 from ..cluster import LocalCluster, local_cluster
 from ..fabric import Fabric
+from ..folders import Need, own_folder
 from .crew import REQUEST_S
 from .options import DECODE_NODE, PREFILL_NODE, DemoOptions, longest_request
 from .player import Player, Strike
 from .tally import Tally
 from .view import View
 
+FILES = Need("the file tier", "kvf-files-", 64 << 20)
+"""What the default run's files take; a disk that fills up later only stops the tier's stores."""
 STATS_PERIOD_S = 0.5
 KILL_POOL_AT, KILL_NODE_AT = 0.33, 0.66
 """Shares of the requests after which `--kill` strikes."""
@@ -36,7 +38,7 @@ def run(options: DemoOptions, console: Console, clock: Clock) -> Tally:
     if options.kill and sum(1 for _ in options.workload().requests()) < KILL_REQUESTS_MIN:
         raise ConfigError("kill", "1 request leaves none for afterwards", "Play more")
     name = f"demo-{os.getpid()}"
-    with tempfile.TemporaryDirectory(prefix="kvf-files-") as folder:
+    with own_folder(FILES) as folder:
         pools = options.pools(name, settings, Path(folder))
         try:
             console.print(f"starting two raylets, {PREFILL_NODE} and {DECODE_NODE}")

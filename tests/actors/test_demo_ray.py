@@ -1,4 +1,4 @@
-"""The command `kvfabric demo` as a user runs it: what it prints and what it proves.
+"""The command `kvfabric demo` as a user runs it on a new machine: what it prints and proves.
 
 The trace is the one that KVFABRIC_TRACE names, else the published one if it lies beside the
 checkout, else the excerpt. Of a large one the first 400 requests are played.
@@ -29,12 +29,11 @@ DEMO_S = 230
 SMALL = ["--conversations", "2", "--turns", "3", "--scale", "0.03125", "--output-tokens", "24"]
 
 
-def played(tmp_path, *options):
+def played(machine, *options):
     """Run a demo that must leave nothing behind; return its JSON object and its picture."""
-    picture = tmp_path / "demo.png"
-    options = ["--json", "--plot", picture, *options]
+    options = ["--json", "--plot", machine.home("demo.png"), *options]
     with subprocess.Popen(
-        [sys.executable, "-m", "kvfabric", "demo", *map(str, options)],
+        machine.command([sys.executable, "-m", "kvfabric", "demo", *options]),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -50,15 +49,16 @@ def played(tmp_path, *options):
         summary["computed_tokens"] + sum(summary["reused_tokens"].values())
         == (summary["prompt_tokens"])
     )
-    return summary, image.imread(picture)
+    assert machine.left() == []
+    return summary, image.imread(machine.folder / "home" / "demo.png")
 
 
 SMALL_REGION_BYTES = 24 * 65_536
 """Room for two of the small demo's prompts, so that files get their part."""
 
 
-def test_a_small_demo_reuses_and_reports(tmp_path):
-    summary, picture = played(tmp_path, *SMALL, "--region-bytes", SMALL_REGION_BYTES)
+def test_a_small_demo_reuses_and_reports(machine):
+    summary, picture = played(machine, *SMALL, "--region-bytes", SMALL_REGION_BYTES)
     assert set(summary) >= {
         "requests",
         "tokens_identical",
@@ -87,8 +87,8 @@ def test_a_small_demo_reuses_and_reports(tmp_path):
     assert picture[..., :3].var() > 0.005
 
 
-def test_the_same_tokens_come_out_when_a_pool_and_a_node_are_killed(tmp_path):
-    summary, _ = played(tmp_path, *SMALL, "--turns", "4", "--kill")
+def test_the_same_tokens_come_out_when_a_pool_and_a_node_are_killed(machine):
+    summary, _ = played(machine, *SMALL, "--turns", "4", "--kill")
     assert summary["requests"] == 8
     assert summary["faults_by_kind"]["pool killed"] == 1
     assert summary["faults_by_kind"]["node killed"] == 1
@@ -114,10 +114,10 @@ def unbounded_reuse(path, scale, chunk_tokens):
     return reused, prompts
 
 
-def test_a_trace_reuses_what_an_unbounded_cache_would(tmp_path):
+def test_a_trace_reuses_what_an_unbounded_cache_would(machine):
     options = ["--trace", TRACE, "--requests", REQUESTS, "--scale", TRACE_SCALE, "--workers", 1]
     options += ["--output-tokens", 2, "--chunk-tokens", CHUNK_TOKENS, "--block-tokens", 4]
-    summary, _ = played(tmp_path, *options)
+    summary, _ = played(machine, *options)
     oracle, prompts = unbounded_reuse(TRACE, TRACE_SCALE, CHUNK_TOKENS)
     assert summary["requests"] == len(prompts)
     assert summary["prompt_tokens"] == sum(prompts)

@@ -1,4 +1,5 @@
-"""`ray job submit` of the example, on a cluster that nobody prepared for the fabric.
+"""`ray job submit` of the example, on a cluster that nobody prepared for the fabric, and on a
+machine on which nothing has run yet.
 
 Once from the checkout. Once from a `git archive` zip, out of which the package's links come as
 plain files, with the rooms from a wheel.
@@ -34,9 +35,10 @@ def environment() -> dict[str, str]:
     return env
 
 
-def submit(*arguments, cwd):
+def submit(*arguments, cwd, machine=None):
+    command = [BIN / "ray", "job", *arguments]
     return subprocess.run(
-        [BIN / "ray", "job", *map(str, arguments)],
+        machine.command(command) if machine else list(map(str, command)),
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -46,29 +48,35 @@ def submit(*arguments, cwd):
     )
 
 
-def start(log, *options):
+def start(machine, log, *options):
     """Run `ray start` until it is terminated."""
     env = environment()
     del env["RAY_ADDRESS"]
     command = [BIN / "ray", "start", "--block", "--object-store-memory=80000000", *options]
     with log.open("w") as out:
-        return subprocess.Popen(command, stdout=out, stderr=out, env=env)
+        return subprocess.Popen(machine.command(command), stdout=out, stderr=out, env=env)
 
 
 @pytest.fixture(scope="module")
-def head(private_network, tmp_path_factory, until) -> Iterator[None]:
+def cluster_machine(new_machine):
+    """The machine that the whole cluster runs on; nothing has run on it before."""
+    return new_machine()
+
+
+@pytest.fixture(scope="module")
+def head(private_network, cluster_machine, tmp_path_factory, until) -> Iterator[None]:
     """A head node with its dashboard and a second node, as `ray start` makes them, no labels."""
     # Short: Ray puts sockets there, and their paths have a limit of 107 bytes.
     folder = Path(tempfile.gettempdir()) / f"kvj-{os.getpid()}"
     logs = tmp_path_factory.mktemp("logs")
     dashboard = ["--dashboard-host=127.0.0.1", "--dashboard-port=8265"]
     options = ["--head", "--port=6379", "--num-cpus=2", f"--temp-dir={folder}", *dashboard]
-    nodes = [start(logs / "head", *options)]
+    nodes = [start(cluster_machine, logs / "head", *options)]
     try:
         until(lambda: submit("list", cwd=ROOT).returncode == 0, 60, "the dashboard answers")
         # Agents of two nodes with one address need two ports.
         options = ["--address=127.0.0.1:6379", "--num-cpus=1", "--dashboard-agent-listen-port=0"]
-        nodes.append(start(logs / "second", *options))
+        nodes.append(start(cluster_machine, logs / "second", *options))
         log = logs / "second"
         until(lambda: "Ray runtime started" in log.read_text(), 60, "the second node runs")
         yield
@@ -97,9 +105,9 @@ def ran(job, code_in):
     return summary
 
 
-def test_the_example_runs_as_a_job_from_the_checkout(head):
-    command = ["submit", "--working-dir", ".", "--", "python", "examples/multi_turn.py", *SMALL]
-    summary = ran(submit(*command, cwd=ROOT), "working_dir_files")
+def test_the_example_runs_as_a_job_from_the_checkout(head, cluster_machine):
+    command = ["submit", "--working-dir", ROOT, "--", "python", "examples/multi_turn.py", *SMALL]
+    summary = ran(submit(*command, cwd=ROOT, machine=cluster_machine), "working_dir_files")
     assert summary["faults"] == 0
 
 

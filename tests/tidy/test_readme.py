@@ -98,18 +98,19 @@ def test_the_settings_table_is_the_code():
         pytest.param(1, marks=[pytest.mark.ray, pytest.mark.slow]),
     ],
 )
-def test_the_examples_run(number: int):
+def test_the_examples_run(number: int, machine):
     code = EXAMPLES[number].replace('"readme', f'"readme-{os.getpid()}')
     if "import ray" in code:
         code = RAY_PRELUDE + code
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code],
+        machine.command([sys.executable, "-P", "-c", code]),
         capture_output=True,
         text=True,
         timeout=RUN_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert machine.left() == []
 
 
 def test_every_example_is_run():

@@ -28,7 +28,7 @@ from functools import partial
 
 from ...fabric.clock import Clock
 from ...fabric.config import FileTierConfig
-from ...fabric.errors import Closed, ConfigError
+from ...fabric.errors import Closed, Refused
 from ...fabric.file_record import BLOCK_BYTES
 from ...fabric.types import ChunkKey, Lookup, Medium, NamespaceId
 from ..base import Job, JobKind, JobResult, Tier, TierEvent, TierStats
@@ -59,7 +59,7 @@ class FileTier(Tier):
         mode: IoMode = IoMode.PROBE,
         instance: str = "",
     ) -> None:
-        """Start the threads. Raises `ConfigError` if the directory cannot be made.
+        """Start the threads. Raises `Refused` if the directory cannot be made.
 
         `instance` names this tier's temporary files and must be unique; by default it is random.
         """
@@ -73,7 +73,7 @@ class FileTier(Tier):
         try:
             self._ops.make_root(root)
         except OSError as error:
-            raise ConfigError(
+            raise Refused(
                 "root_dir", str(error), "Name a directory that the pool's user may write."
             ) from error
         self._mode = mode

@@ -6,7 +6,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from ...fabric.config import HostConfig
-from ...fabric.errors import ConfigError, Corrupt, Malformed
+from ...fabric.errors import ConfigError, Corrupt, Malformed, Refused
 from ...fabric.records import TableHeader, control_bytes
 from .files import (
     MODE,
@@ -59,16 +59,16 @@ def geometry(host: HostConfig) -> TableHeader:
 
 
 def require_memory(wanted: TableHeader, limits: MemoryLimits) -> None:
-    """Raise `ConfigError` if a region is larger than the machine's or the cgroup's memory."""
+    """Raise `Refused` if a region is larger than the machine's or the cgroup's memory."""
     needed = _needed_bytes(wanted)
     if needed > limits.machine_bytes:
-        raise ConfigError(
+        raise Refused(
             "host.region_bytes",
             f"the region needs {needed} bytes, the machine has {limits.machine_bytes:.0f}",
             "Lessen it, and leave room for the engines and for what they pin.",
         )
     if needed > limits.cgroup_bytes:
-        raise ConfigError(
+        raise Refused(
             "host.region_bytes",
             f"the region needs {needed} bytes, {limits.cgroup_file} allows "
             f"{limits.cgroup_bytes:.0f}",
@@ -102,7 +102,7 @@ def open_files(files: PoolFiles, wanted: TableHeader, unix_ms: int, read: ReadTe
 def _lock(files: PoolFiles, read: ReadText) -> int:
     directory = str(Path(files.control).parent)
     if not os.path.isdir(directory):
-        raise ConfigError(
+        raise Refused(
             "host.directory", f"{directory} is not a directory", "Name one in memory: /dev/shm."
         )
     try:
@@ -114,11 +114,13 @@ def _lock(files: PoolFiles, read: ReadText) -> int:
             "Stop that pool, or give this one another `run` or `node`.",
         ) from error
     except PermissionError as error:
-        raise ConfigError(
+        raise Refused(
             "host.directory",
             f"{files.control} may not be opened by uid {os.getuid()}",
             "Run all pools and engines of a run as one user, or remove the file.",
         ) from error
+    except OSError as error:
+        raise _refused(directory, error) from error
 
 
 def _examine(files: PoolFiles, wanted: TableHeader, lock: int) -> tuple[str, TableHeader]:
@@ -165,7 +167,7 @@ def _create(
         unlink_quietly(files.segments)
         _require_space(files, wanted, reclaimed_bytes=0)
         for path in files.segments:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
+            fd = _new_file(path)
             try:
                 os.ftruncate(fd, wanted.segment_bytes)
                 _allocate(path, fd, wanted.segment_bytes)
@@ -187,6 +189,18 @@ def _create(
         raise
     header = replace(wanted, epoch=unix_ms)
     return Opened(header, control, tuple(mappings[:-1]), lock, origin, problem)
+
+
+def _new_file(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
+    except OSError as error:
+        raise _refused(path, error) from error
+
+
+def _refused(path: str, error: OSError) -> Refused:
+    remedy = "Name a directory in memory that this user may write, with room in it: /dev/shm."
+    return Refused("host.directory", f"{path} cannot be used: {error.strerror}", remedy)
 
 
 def _adopt(files: PoolFiles, header: TableHeader, epoch: int, lock: int) -> Opened:
@@ -214,7 +228,7 @@ def _allocate(path: str, fd: int, size_bytes: int) -> None:
     try:
         os.posix_fallocate(fd, 0, size_bytes)
     except OSError as error:
-        raise ConfigError(
+        raise Refused(
             "host.region_bytes",
             f"{size_bytes} bytes cannot be allocated for {path}: {error.strerror}",
             "Lessen it, or enlarge the filesystem (for /dev/shm: mount -o remount,size=...).",
@@ -227,7 +241,7 @@ def _require_space(files: PoolFiles, wanted: TableHeader, *, reclaimed_bytes: in
     free = stat.f_bavail * stat.f_frsize + reclaimed_bytes
     needed = _needed_bytes(wanted)
     if needed > free:
-        raise ConfigError(
+        raise Refused(
             "host.region_bytes",
             f"the region needs {needed} bytes, {directory} has {free} free",
             "Lessen it, or enlarge the filesystem (for /dev/shm: mount -o remount,size=..., or "

@@ -7,8 +7,9 @@ threads.
 Lifecycle. `start` -> `addresses` -> `stop`. A server that adopts a region serves what is READY at
 once. A process that made a NIXL agent must end with `os._exit` or a signal.
 
-Failure. `start` raises `ConfigError` or `Unsupported` and leaves nothing. An error that escapes the
-core while it handles one message is counted and logged, and the server goes on.
+Failure. `start` raises `ConfigError` (for what the machine refuses: `Refused`) or `Unsupported`,
+and leaves nothing. An error that escapes the core while it handles one message is counted and
+logged, and the server goes on.
 
 Addresses. Clients: `ipc://` beside the region's files, mode 0600. Peers, events and replay: as
 configured, on loopback unless told otherwise.
@@ -23,7 +24,7 @@ from typing import Any
 
 from ...fabric.clock import Clock
 from ...fabric.config import PoolConfig
-from ...fabric.errors import Closed, FabricError, Malformed, Unavailable
+from ...fabric.errors import Closed, FabricError, Malformed, Refused, Unavailable
 from ...fabric.events import parse_replay_request
 from ...fabric.metrics import PrometheusRecorder
 from ...fabric.wire import decode
@@ -109,6 +110,10 @@ class PoolServer:
             self._open_region()
             self._open_parts()
             self._open_sockets()
+        except OSError as error:
+            self._undo_all()
+            remedy = "Raise the limit or free what it names (open files: ulimit -n)."
+            raise Refused("the pool", f"cannot start: {error}", remedy) from error
         except BaseException:
             self._undo_all()
             raise

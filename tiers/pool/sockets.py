@@ -13,7 +13,7 @@ import xxhash
 import zmq
 
 from ...fabric.config import PoolConfig
-from ...fabric.errors import ConfigError
+from ...fabric.errors import Refused
 from ...fabric.wire import MESSAGE_BYTES_MAX
 from .files import PoolFiles
 
@@ -60,7 +60,7 @@ class Dealer:
 
 
 class PoolSockets:
-    """Bound sockets and connections to sources. Raises `ConfigError` for an address in use."""
+    """Bound sockets and connections to sources. Raises `Refused` for an address in use."""
 
     def __init__(self, config: PoolConfig, epoch: int) -> None:
         self._path = PoolFiles.named(config.host.directory, f"{config.run}-{config.node}").socket
@@ -174,7 +174,10 @@ class PoolSockets:
             return
 
     def _socket(self, kind: int) -> Socket:
-        socket = self._context.socket(kind)
+        try:
+            socket = self._context.socket(kind)
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, error.strerror) from error
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         return socket
@@ -193,7 +196,7 @@ class PoolSockets:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             problem = f"cannot be bound: {error.strerror}"
-            raise ConfigError(endpoint, problem, "Choose a free address") from error
+            raise Refused(endpoint, problem, "Choose a free address of this host.") from error
         return socket
 
 
