@@ -116,13 +116,11 @@ def beside(name: str) -> Any:
     return module
 
 
-FreshMachine = beside("fresh_machine").FreshMachine
-
-
 @pytest.fixture(scope="session")
 def new_machine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Any]:
     """Return what makes a machine with an empty /tmp and an empty home folder."""
-    return lambda: FreshMachine.make(tmp_path_factory.mktemp("fresh"))
+    helper = beside("fresh_machine")
+    return lambda: helper.FreshMachine.make(tmp_path_factory.mktemp("fresh"))
 
 
 @pytest.fixture

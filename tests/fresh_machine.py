@@ -12,13 +12,13 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NEWNS, NEWUSER = 0x00020000, 0x10000000
-READ_ONLY, BIND, RECURSIVE, PRIVATE = 1, 4096, 16384, 1 << 18
+READ_ONLY, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 32, 4096, 16384, 1 << 18
 FORBIDDEN = 77
 """The exit code where the system lets nobody make such a namespace."""
 
@@ -75,7 +75,7 @@ def unshare() -> None:
     uid, gid = os.getuid(), os.getgid()
     if libc.unshare(NEWNS) != 0:
         if libc.unshare(NEWNS | NEWUSER) != 0:
-            raise OSError(ctypes.get_errno(), "no mount namespace may be made")
+            raise PermissionError(ctypes.get_errno(), "no mount namespace may be made")
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
@@ -89,40 +89,48 @@ def needed() -> set[Path]:
     return {path for path in (ROOT, beside, *prefixes) if path.is_dir()}
 
 
-def hide(folder: Path) -> None:
-    """Put the empty folders in the place of /tmp and the home folder, and keep what is needed."""
+def hide(folder: Path, sizes: Mapping[str, int]) -> None:
+    """Put the empty folders in the place of /tmp and the home folder, and keep what is needed.
+
+    Where `sizes` names a place, an empty file system of so many bytes is put there instead.
+    """
     home = Path("~").expanduser().resolve()
-    hidden = {folder / "tmp": Path("/tmp"), folder / "home": home}
+    sources = {
+        Path("/tmp"): os.open(folder / "tmp", os.O_PATH),
+        home: os.open(folder / "home", os.O_PATH),
+    }
+    places = {*sources, *map(Path, sizes)}
     kept: dict[Path, int] = {}
     for path in sorted(needed()):
         above = [each for each in kept if each in path.parents]
-        if not above and any(place in path.parents for place in hidden.values()):
+        if not above and any(place in path.parents for place in places):
             kept[path] = os.open(path, os.O_PATH)
-    sources = {os.open(source, os.O_PATH): place for source, place in hidden.items()}
-    for source, place in sources.items():
+    for place, source in sources.items():
         mount(f"/proc/self/fd/{source}", str(place), BIND)
+    for target, size in sizes.items():
+        mount("tmpfs", target, 0, "tmpfs", f"size={size or 4096},mode=1777")
     for path, descriptor in kept.items():
         path.mkdir(parents=True, exist_ok=True)
         mount(f"/proc/self/fd/{descriptor}", str(path), BIND | RECURSIVE)
+    for target in (target for target, size in sizes.items() if size == 0):
+        mount("none", target, REMOUNT | READ_ONLY)
     os.environ["HOME"] = str(home)
 
 
 def main() -> None:
     folder = Path(sys.argv[1]).resolve()
-    options = sys.argv[2 : sys.argv.index("--")]
+    given = iter(sys.argv[2 : sys.argv.index("--")])
+    options = list(zip(given, given, given, strict=True))
     command = sys.argv[sys.argv.index("--") + 1 :]
+    files = [(source, target) for kind, source, target in options if kind == "--file"]
     try:
         unshare()
-        hide(folder)
-    except OSError as error:
+        hide(folder, {target: int(size) for kind, size, target in options if kind == "--size"})
+    except PermissionError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(FORBIDDEN)
-    for kind, what, target in zip(options[::3], options[1::3], options[2::3], strict=True):
-        if kind == "--file":
-            mount(what, target, BIND)
-        else:
-            flags = 0 if int(what) else READ_ONLY
-            mount("tmpfs", target, flags, "tmpfs", f"size={what},mode=1777")
+    for source, target in files:
+        mount(source, target, BIND)
     for name in ("TMPDIR", "TEMP", "TMP"):
         if not Path(os.environ.get(name, "/nowhere")).is_dir():
             os.environ.pop(name, None)

@@ -84,7 +84,9 @@ def users_cluster(machine, until, tmp_path) -> Iterator[Path]:
         head = subprocess.Popen(machine.command([*command, *options]), stdout=out, stderr=out)
     try:
         until(lambda: "Ray runtime started" in log.read_text(), 60, "the user's cluster runs")
-        yield machine.folder / "tmp" / "ray" / "ray_current_cluster"
+        noted = machine.folder / "tmp" / "ray" / "ray_current_cluster"
+        until(lambda: noted.exists() and noted.read_bytes(), 10, "its address is noted")
+        yield noted
     finally:
         head.terminate()
         head.wait(30)
