@@ -12,6 +12,7 @@ weights attention hardly looks at positions, and wrong KV could go unnoticed.
 """
 
 import gc
+import importlib.util
 import json
 import mmap
 import os
@@ -57,6 +58,16 @@ CLOCK = SystemClock()
 RUNS = count()
 
 Tokens = list[int]
+
+
+def beside(name: str) -> Any:
+    """Make a helper beside this file importable by its name, and return it."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def until(condition: Callable[[], Any], within_s: float = 5.0, what: str = "") -> Any:
@@ -173,7 +184,8 @@ class Hits:
 class EngineOptions:
     """What an engine is made of. `transfer` is vLLM's `kv_transfer_config`; None: a plain engine.
 
-    `blocks` makes the engine's own cache small, so that it evicts.
+    `blocks` makes the engine's own cache small, so that it evicts. `order` is a cache layout of
+    vLLM: then attention is that of `plain_attention`, for good in this process.
     """
 
     model: str
@@ -182,6 +194,7 @@ class EngineOptions:
     blocks: int | None = None
     model_tokens_max: int = 1024
     requests_max: int = 8
+    order: str | None = None
 
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of `vllm.LLM`."""
@@ -211,6 +224,9 @@ class Engine:
     def __init__(self, options: EngineOptions) -> None:
         assert not Engine.alive, "vLLM has one engine in a process; the second is a ChildEngine"
         os.environ.update(ENVIRONMENT)
+        if options.order is not None:
+            os.environ["VLLM_KV_CACHE_LAYOUT"] = options.order
+            beside("plain_attention").install()
         from vllm import LLM
 
         self.options = options

@@ -1,4 +1,4 @@
-"""A pool that dies, lies, is full or was never there: the tokens stay, and nobody waits for long."""
+"""A pool that dies, lies, is full or was never there: the tokens stay, and nobody waits long."""
 
 import pytest
 from lab import (
@@ -79,7 +79,7 @@ def test_a_pool_that_restarts_under_load(load, model, pools: Pools, plainly) -> 
         child.wait_ready()
         for _ in range(3):
             child.begin(prompts, 40)
-            until(lambda: pool.stats()["ready"] > 2)
+            until(lambda pool=pool: pool.stats()["ready"] > 2)
             pool.kill()
             pool = pools.start(config)
             assert child.hear()["tokens"] == said

@@ -56,7 +56,9 @@ def test_every_mode_and_block_size_repeats_a_plain_engine(
     pool.check()
 
 
-@pytest.mark.parametrize(("kind", "load"), [("model", "async"), ("model", "sync"), ("hybrid", "async")])
+@pytest.mark.parametrize(
+    ("kind", "load"), [("model", "async"), ("model", "sync"), ("hybrid", "async")]
+)
 def test_an_engine_that_restarts_finds_what_the_former_computed(
     kind, load, request, pools: Pools, plainly
 ) -> None:
@@ -118,7 +120,9 @@ def test_two_engines_of_a_node_share_its_pool(model, pools: Pools, plainly) -> N
     pool.check()
 
 
-def test_engines_of_different_tenants_or_weights_share_nothing(model, pools: Pools, plainly) -> None:
+def test_engines_of_different_tenants_or_weights_share_nothing(
+    model, pools: Pools, plainly
+) -> None:
     prompts = [prompt(0, 200)]
     said = plainly(model, prompts)
     pool = pools.start()

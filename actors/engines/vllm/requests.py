@@ -1,6 +1,7 @@
 """What the scheduler's half knows of one request of the engine."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -79,7 +80,7 @@ class Tracked:
                 held.update((index, block) for index, block in blocks if block != NULL_BLOCK)
                 self.held[at] = held
 
-    def lose(self, overwritten: Set[int]) -> None:
+    def lose(self, overwritten: AbstractSet[int]) -> None:
         """Forget blocks that somebody else has now."""
         for at, held in self.held.items():
             if not overwritten.isdisjoint(held.values()):

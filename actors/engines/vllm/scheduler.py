@@ -314,7 +314,9 @@ class SchedulerSide:
             self._askers.drop(tracked.ask)
             tracked.ask = None
 
-    def _save_or_hold(self, request_id: str, tables: BlockTables, *, saving: bool) -> list[ChunkRun]:
+    def _save_or_hold(
+        self, request_id: str, tables: BlockTables, *, saving: bool
+    ) -> list[ChunkRun]:
         """Return what to save of a request that runs, and remember what may be saved later."""
         tracked = self._requests.get(request_id)
         if tracked is None:
