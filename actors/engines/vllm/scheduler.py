@@ -175,6 +175,8 @@ class SchedulerSide:
             for request_id in report.failed_loads:
                 if (tracked := self._requests.get(request_id)) is not None:
                     tracked.failed = True
+                    # What was taken for stored may be what was corrupt or gone.
+                    tracked.saved = [0] * len(self._rules.groups)
             if report.silent:
                 self._link.silence()
         for request_id in loaded:
