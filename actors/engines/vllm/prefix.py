@@ -89,28 +89,24 @@ class PrefixRules:
                     group.engine_group, group.digests(hashes, 0, group.chunks(tokens))
                 )
                 tokens = min(tokens, self.floor(rows[at] * group.layout.chunk_tokens))
-        for group in self._windows:
-            if tokens == 0:
-                break
-            tokens = self._window(group, hashes, tokens, index)
+        if tokens and self._windows:
+            tokens = self._windowed(hashes, tokens, index)
         return Usable(tokens, tuple(rows))
 
-    def _window(
-        self, group: EngineGroup, hashes: Sequence[bytes], cap_tokens: int, index: ChunkIndex
-    ) -> int:
-        """Return the longest prefix whose last window the group has; other windows may not fit it.
-
-        A window that was shortened by a later group is checked again by the load, whose miss costs
-        a recomputation; models have windows of one length, so it does not come to that.
-        """
-        here = index.present(group.engine_group, group.digests(hashes, 0, group.chunks(cap_tokens)))
-        layout, window_tokens = group.layout, group.layout.window_tokens or cap_tokens
+    def _windowed(self, hashes: Sequence[bytes], cap_tokens: int, index: ChunkIndex) -> int:
+        """Return the longest prefix of at most `cap_tokens` of which all last windows are here."""
         tokens = np.arange(self.step_tokens, cap_tokens + 1, self.step_tokens)
-        # As `GroupLayout.chunks_needed`, for all prefixes at once: there may be thousands.
-        ends = tokens // layout.chunk_tokens
-        starts = np.maximum(tokens - window_tokens + 1, 0) // layout.chunk_tokens
-        before = np.concatenate(([0], np.cumsum(here)))
-        whole = np.flatnonzero(before[ends] - before[starts] == ends - starts)
+        usable = np.ones(len(tokens), np.bool_)
+        for group in self._windows:
+            digests = group.digests(hashes, 0, group.chunks(cap_tokens))
+            here = index.present(group.engine_group, digests)
+            layout, window_tokens = group.layout, group.layout.window_tokens or cap_tokens
+            # As `GroupLayout.chunks_needed`, for all prefixes at once: there may be thousands.
+            ends = tokens // layout.chunk_tokens
+            starts = np.maximum(tokens - window_tokens + 1, 0) // layout.chunk_tokens
+            before = np.concatenate(([0], np.cumsum(here)))
+            usable &= before[ends] - before[starts] == ends - starts
+        whole = np.flatnonzero(usable)
         return int(tokens[whole[-1]]) if len(whole) else 0
 
     def load(

@@ -1,6 +1,7 @@
 """What the scheduler's half knows of one request of the engine."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -8,6 +9,9 @@ from ....fabric.types import SourceRange
 from .asker import Ask
 from .prefix import PrefixRules
 from .transfers import NULL_BLOCK
+
+NEVER = 1 << 62
+"""More tokens than any request has."""
 
 
 class EngineRequest(Protocol):
@@ -55,7 +59,8 @@ class Tracked:
     The engine takes them out of its table as soon as the window is past them, most of a prompt
     before it can be saved; what they hold stays until they are given to somebody."""
     admitted_tokens: int = 0
-    """Computed tokens with which the request came into its first step, or came back."""
+    """Computed tokens with which the request came into its first step, or came back. `NEVER`: what
+    it has is of before a reset, and is nobody's until it comes back."""
 
     @property
     def confirmed_tokens(self) -> int:
@@ -79,7 +84,7 @@ class Tracked:
                 held.update((index, block) for index, block in blocks if block != NULL_BLOCK)
                 self.held[at] = held
 
-    def lose(self, overwritten: Set[int]) -> None:
+    def lose(self, overwritten: AbstractSet[int]) -> None:
         """Forget blocks that somebody else has now."""
         for at, held in self.held.items():
             if not overwritten.isdisjoint(held.values()):

@@ -3,7 +3,7 @@
 Ownership. It owns what is known of each request, the fence, and the questions to the pool with
 their pins. The engine's block tables are only looked at.
 
-Lifecycle. `attach` when the workers' caches are known, then the engine's hooks in its order, then
+Lifecycle. `open` when the workers' caches are known, then the engine's hooks in its order, then
 `close`. A request is known from its first lookup until it is finished and its last load is over.
 
 Failure. A pool that is away, busy or silent means that nothing is found and nothing is saved. A
@@ -26,7 +26,7 @@ from .handoff import prefiller_params, read_handoff
 from .link import Link
 from .lookups import SharedIndex
 from .prefix import EngineGroup, PrefixRules
-from .requests import EngineRequest, Tracked
+from .requests import NEVER, EngineRequest, Tracked
 from .settings import ASK_GRACE_S, SAVES_WAITING_MAX, ConnectorSettings, LoadMode
 from .transfers import NULL_BLOCK, ChunkRun, LoadJob, SaveJob, StepPlan, WorkerReport
 
@@ -152,12 +152,12 @@ class SchedulerSide:
         overwritten.update(b for load in loads for run in load.runs for b in run.block_ids)
         overwritten.discard(NULL_BLOCK)
         flush = self._fence.readers(overwritten)
-        runs, self._runs = self._runs, []
+        saving = self._link.client is not None and len(self._fence) < SAVES_WAITING_MAX
+        runs, self._runs = self._runs if saving else [], []
         runs = [run for run in runs if overwritten.isdisjoint(run.block_ids)]
         if self._rules.has_windows:
             for tracked in self._requests.values():
                 tracked.lose(overwritten)
-        saving = self._link.client is not None and len(self._fence) < SAVES_WAITING_MAX
         for request_id in scheduled:
             runs += self._save_or_hold(request_id, tables, saving=saving)
         saves: tuple[SaveJob, ...] = ()
@@ -175,6 +175,8 @@ class SchedulerSide:
             for request_id in report.failed_loads:
                 if (tracked := self._requests.get(request_id)) is not None:
                     tracked.failed = True
+                    # What was found may be what did not come: the pool says which is there.
+                    tracked.saved = [0] * len(self._rules.groups)
             if report.silent:
                 self._link.silence()
         for request_id in loaded:
@@ -210,6 +212,7 @@ class SchedulerSide:
         self._runs.clear()
         for tracked in self._requests.values():
             tracked.saved = [0] * len(self._rules.groups)
+            tracked.admitted_tokens = NEVER
             tracked.failed = tracked.failed or tracked.loading
             self._forget_ask(tracked)
         self._askers.close()
@@ -314,7 +317,9 @@ class SchedulerSide:
             self._askers.drop(tracked.ask)
             tracked.ask = None
 
-    def _save_or_hold(self, request_id: str, tables: BlockTables, *, saving: bool) -> list[ChunkRun]:
+    def _save_or_hold(
+        self, request_id: str, tables: BlockTables, *, saving: bool
+    ) -> list[ChunkRun]:
         """Return what to save of a request that runs, and remember what may be saved later."""
         tracked = self._requests.get(request_id)
         if tracked is None:
