@@ -76,11 +76,16 @@ def worlds(draw: st.DrawFn) -> tuple[list[EngineGroup], list[set[int]], int]:
     return groups, held, draw(st.integers(0, TOKENS_MAX))
 
 
-@given(worlds())
-def test_the_usable_prefix_is_the_longest_that_every_group_has(world) -> None:
+@given(worlds(), st.integers(0, 12))
+def test_the_usable_prefix_is_the_longest_that_every_group_has(world, local_blocks) -> None:
     groups, held, cap = world
-    usable = PrefixRules(groups).usable(PROMPT, cap, Held(groups, held))
-    assert usable.tokens == longest(groups, held, cap)
+    local = local_blocks * 8
+    usable = PrefixRules(groups).usable(PROMPT, local, cap, Held(groups, held))
+    have = [
+        has | set(range(local // each.layout.chunk_tokens))
+        for each, has in zip(groups, held, strict=True)
+    ]
+    assert usable.tokens == longest(groups, have, cap)
     for each, row, has in zip(groups, usable.rows, held, strict=True):
         assert set(range(row)) <= has
         assert not (each.windowed and row)
@@ -168,7 +173,7 @@ def test_windows_that_lack_different_chunks_agree_on_one_prefix() -> None:
     groups = [group(0, 4), group(1, 4, window=8), group(2, 4, window=8)]
     # Of a prefix of 24 tokens the second window lacks chunk 4; of 16 the first lacks chunk 3.
     held = [set(range(6)), {0, 1, 2, 4, 5}, {0, 1, 2, 3, 5}]
-    usable = PrefixRules(groups).usable(PROMPT, 24, Held(groups, held))
+    usable = PrefixRules(groups).usable(PROMPT, 0, 24, Held(groups, held))
     assert usable.tokens == longest(groups, held, 24) == 12
 
 
@@ -176,5 +181,5 @@ def test_windows_that_lack_different_chunks_agree_on_one_prefix() -> None:
 def test_less_than_a_chunk_is_nothing(cap) -> None:
     groups = [group(0, 4), group(1, 4, window=8)]
     held = [set(range(24)), set(range(24))]
-    assert PrefixRules(groups).usable(PROMPT, cap, Held(groups, held)).tokens == 0
+    assert PrefixRules(groups).usable(PROMPT, 0, cap, Held(groups, held)).tokens == 0
     assert PrefixRules(groups).load(PROMPT, 0, 0, [[], []]) == ()

@@ -7,7 +7,7 @@ to be silent or to refuse; it counts pins, clients and slots, so that tests can 
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +16,18 @@ import numpy as np
 
 from kvfabric.actors.engines.vllm.geometry import CacheGeometry, RankGroup
 from kvfabric.actors.engines.vllm.prefix import EngineGroup
+from kvfabric.actors.engines.vllm.scheduler import SchedulerSide
+from kvfabric.actors.engines.vllm.settings import ConnectorSettings
+from kvfabric.actors.engines.vllm.transfers import SaveJob, StepPlan, WorkerReport
 from kvfabric.fabric.checksum import checksum
 from kvfabric.fabric.errors import FabricError, Unavailable
 from kvfabric.fabric.layout import GroupLayout
-from kvfabric.fabric.types import Chunk, Lookup, Released, Reserved, SlotRef
+from kvfabric.fabric.types import Chunk, Lookup, Released, Reserved, SlotRef, make_key
 from kvfabric.tiers.pool.client import Loaded, Stored
 
 HASH_TOKENS = 4
 BLOCK_BYTES = 8
+LOOK_S = 0.001
 SOON_S = 10.0
 """For a thread of the connector to do what it was told: it takes milliseconds."""
 
@@ -92,11 +96,14 @@ class DictPool:
     refusal: FabricError | None = None
     """What the next calls raise; `silence` makes it."""
     slots_max: int = 1 << 30
+    chunk_bytes: int = 2 * BLOCK_BYTES
     pinned: Counter[int] = field(default_factory=Counter)
     asked: list[tuple[Any, ...]] = field(default_factory=list)
     """Keys, wait and sources of all pins."""
     clients: list["DictClient"] = field(default_factory=list)
     corrupt: set[bytes] = field(default_factory=set)
+    on_ask: Callable[[], None] = lambda: None
+    """Called before every answer, in the asking thread."""
 
     def attach(self, reset: int = 0) -> "DictClient":
         self.answer()
@@ -105,6 +112,7 @@ class DictPool:
         return client
 
     def answer(self) -> None:
+        self.on_ask()
         if self.refusal is not None:
             raise self.refusal
 
@@ -169,7 +177,7 @@ class DictClient:
             if (self.reset, key) in self.pool.chunks:
                 statuses.append(Reserved.PRESENT)
                 continue
-            slot = bytearray(self.chunk_bytes)
+            slot = bytearray(self.pool.chunk_bytes)
             assert fill(at, memoryview(slot)) == checksum(bytes(slot))
             made[self.reset, key] = bytes(slot)
             statuses.append(Reserved.GRANTED)
@@ -197,9 +205,6 @@ class DictClient:
     def close(self) -> None:
         self.closed = True
 
-    chunk_bytes = 4 * BLOCK_BYTES
-    """Of the chunks that are stored: worker tests set their own."""
-
     def _pin(self, key: bytes, far: bool) -> tuple[Lookup, Chunk, str]:
         origin = "host"
         if (self.reset, key) not in self.pool.chunks:
@@ -209,6 +214,84 @@ class DictClient:
         slot = int.from_bytes(digest(key)[:6], "big")
         self.pool.pinned[slot] += 1
         return Lookup.HIT, Chunk(key, SlotRef(slot, 1), 0, 0), origin
+
+
+class Desk:
+    """A scheduler's half on a pool of dicts; chunks of two blocks where no groups are given."""
+
+    def __init__(
+        self, pool: DictPool, clock: Any, *groups: EngineGroup, size: int = 1, **settings: Any
+    ) -> None:
+        self.pool = pool
+        self.cache = geometry(*(groups or (group(0, 8),)), size=size)
+        self.side = SchedulerSide(
+            ConnectorSettings(pool="ipc:///pool", **settings),
+            self.cache,
+            HASH_TOKENS,
+            pool.attach,
+            clock,
+        )
+        self.side.open()
+
+    def keys(self, one: Asked, chunks: Iterable[int], at: int = 0) -> list[bytes]:
+        """Return the keys of a request's chunks in the group at this place, of all ranks."""
+        each = self.cache.groups[at].layout.chunk_tokens // HASH_TOKENS
+        return [
+            make_key(one.block_hashes[chunk * each + each - 1], index)
+            for chunk in chunks
+            for index in self.cache.indices(at)
+        ]
+
+    def put(self, one: Asked, chunks: int) -> None:
+        """Put the first chunks of a request into the pool, for all groups."""
+        for at in range(len(self.cache.groups)):
+            self.pool.put(self.keys(one, range(chunks), at))
+
+    def step(
+        self,
+        tables: Mapping[str, Sequence[Sequence[int]]],
+        admitted: Sequence[str] = (),
+        written: Sequence[int] = (),
+    ) -> StepPlan:
+        """Plan a step in which the requests with these tables run."""
+        return self.side.plan(list(tables), admitted, written, tables.get)
+
+    def load(self, one: Asked, tables: Sequence[Sequence[int]], *, failed: bool = False) -> None:
+        """Let a request load all that it is promised."""
+        tokens = self.side.matched(one, 0)
+        assert tokens
+        self.side.allocated(one, tables, tokens)
+        assert [job.request_id for job in self.step({}).loads] == [one.request_id]
+        report = WorkerReport(failed_loads=[one.request_id]) if failed else None
+        self.side.observed(report, [one.request_id])
+
+    def saved_by_workers(self, job: SaveJob) -> None:
+        for _ in range(self.cache.size):
+            self.side.observed(WorkerReport(saved=[job.job]), [])
+
+    @staticmethod
+    def saved(job: SaveJob) -> dict[int, dict[int, list[int]]]:
+        """Return a job's blocks by group and chunk."""
+        found: dict[int, dict[int, list[int]]] = {}
+        for run in job.runs:
+            for at in range(len(run.digests)):
+                found.setdefault(run.engine_group, {})[run.first + at] = list(run.blocks_of(at))
+        return found
+
+    def books(self) -> bool:
+        """Whether anything is left of loads and saves, or of requests that are over."""
+        over = [each for each in self.side._requests.values() if each.finished]
+        return bool(over or len(self.side._fence) or self.pool.held)
+
+
+def soon(condition: Callable[[], Any]) -> Any:
+    """Let the connector's threads run until a condition is true, and return what it said."""
+    pause = threading.Event()
+    for _ in range(int(SOON_S / LOOK_S)):
+        if said := condition():
+            return said
+        pause.wait(LOOK_S)
+    raise AssertionError(f"not within {SOON_S} s")
 
 
 class Gate:

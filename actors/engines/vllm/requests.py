@@ -42,7 +42,8 @@ class Tracked:
     again_s: float = 0.0
     """How long to ask the sources again for what they have not yet."""
     local_tokens: int = 0
-    ask: Ask | None = None
+    asks: list[Ask] = field(default_factory=list[Ask])
+    """Of full groups, then of windows. The last one may not be over; all keep their pins."""
     asked_windows: bool = False
     asked: bool = False
     """Whether the tiers and sources have been asked; once is enough."""

@@ -81,10 +81,10 @@ class SchedulerSide:
         cap_tokens = self._rules.floor(request.num_tokens - 1)
         if client is None or tracked.failed or cap_tokens == 0:
             return self._nothing(tracked)
-        if tracked.ask is not None and not self._over(tracked, tracked.ask):
+        if tracked.asks and not self._over(tracked, tracked.asks[-1]):
             return None
         index = SharedIndex(client, self._geometry)
-        usable = self._rules.usable(request.block_hashes, cap_tokens, index)
+        usable = self._rules.usable(request.block_hashes, local_tokens, cap_tokens, index)
         for at, row in enumerate(usable.rows):
             tracked.saved[at] = row
         if cap_tokens <= local_tokens:
@@ -108,7 +108,7 @@ class SchedulerSide:
         tracked = self._track(request)
         if external_tokens == 0:
             if not tracked.loading:
-                self._forget_ask(tracked)
+                self._forget_asks(tracked)
             return
         tokens = tracked.local_tokens + external_tokens
         runs = self._rules.load(request.block_hashes, tracked.local_tokens, tokens, block_ids)
@@ -200,7 +200,7 @@ class SchedulerSide:
                 self._runs += self._unsaved(tracked, block_ids)
             tracked.finished = True
             if not loading:
-                self._forget_ask(tracked)
+                self._forget_asks(tracked)
                 del self._requests[request.request_id]
         if client is not None and read_handoff(request.kv_transfer_params).wants_prefiller:
             return prefiller_params(client.peer_endpoint)
@@ -214,7 +214,7 @@ class SchedulerSide:
             tracked.saved = [0] * len(self._rules.groups)
             tracked.admitted_tokens = NEVER
             tracked.failed = tracked.failed or tracked.loading
-            self._forget_ask(tracked)
+            self._forget_asks(tracked)
         self._askers.close()
         self._link.close()
         self._link, self._askers = self._connect()
@@ -247,7 +247,7 @@ class SchedulerSide:
         return tracked
 
     def _nothing(self, tracked: Tracked) -> int:
-        self._forget_ask(tracked)
+        self._forget_asks(tracked)
         tracked.matched_tokens = 0
         return 0
 
@@ -257,13 +257,12 @@ class SchedulerSide:
         """Ask tiers and sources for what is missing, in full groups first; say whether to wait."""
         if tracked.asked or not (client.media or tracked.sources):
             return False
+        hashes = tracked.request.block_hashes
         windows = tracked.asked_windows or not self._rules.has_full
         tokens = cap_tokens
         if windows and self._rules.has_full:
-            tokens = self._full_tokens(tracked, cap_tokens, index)
-        wanted = self._rules.wanted(
-            tracked.request.block_hashes, tracked.local_tokens, tokens, windows=windows
-        )
+            tokens = self._rules.full(hashes, tracked.local_tokens, cap_tokens, index).tokens
+        wanted = self._rules.wanted(hashes, tracked.local_tokens, tokens, windows=windows)
         keys: list[ChunkKey] = []
         for group, _, digests in wanted:
             for cache in self._geometry.indices(self._place[group.engine_group]):
@@ -274,27 +273,10 @@ class SchedulerSide:
         if not keys:
             return False
         sources = [SourceRange(s.node, s.endpoint, 0, len(keys)) for s in tracked.sources]
-        self._forget_ask(tracked)
-        tracked.ask = self._askers.submit(
-            Ask(
-                keys,
-                sources,
-                self._clock.now_s(),
-                self._settings.load_wait_s,
-                tracked.again_s,
-            )
-        )
-        return not self._over(tracked, tracked.ask)
-
-    def _full_tokens(self, tracked: Tracked, cap_tokens: int, index: SharedIndex) -> int:
-        """Return the prefix that the full groups have; the windows are wanted for that one."""
-        tokens = cap_tokens
-        for group in self._rules.groups:
-            if not group.windowed:
-                digests = group.digests(tracked.request.block_hashes, 0, group.chunks(tokens))
-                row = index.leading(group.engine_group, digests)
-                tokens = min(tokens, self._rules.floor(row * group.layout.chunk_tokens))
-        return tokens
+        now_s, wait_s = self._clock.now_s(), self._settings.load_wait_s
+        ask = self._askers.submit(Ask(keys, sources, now_s, wait_s, tracked.again_s))
+        tracked.asks.append(ask)
+        return not self._over(tracked, ask)
 
     def _over(self, tracked: Tracked, ask: Ask) -> bool:
         """Whether an ask is decided, or has had its time."""
@@ -303,7 +285,8 @@ class SchedulerSide:
             if self._clock.now_s() - ask.begun_s < allowed_s:
                 return False
             tracked.asked = True
-            self._forget_ask(tracked)
+            tracked.asks.remove(ask)
+            self._askers.drop(ask)
         elif ask.state is AskState.SILENT:
             self._link.silence()
         else:
@@ -312,10 +295,9 @@ class SchedulerSide:
                     tracked.origins[key[:-4]] = origin
         return True
 
-    def _forget_ask(self, tracked: Tracked) -> None:
-        if tracked.ask is not None:
-            self._askers.drop(tracked.ask)
-            tracked.ask = None
+    def _forget_asks(self, tracked: Tracked) -> None:
+        while tracked.asks:
+            self._askers.drop(tracked.asks.pop())
 
     def _save_or_hold(
         self, request_id: str, tables: BlockTables, *, saving: bool
@@ -354,7 +336,7 @@ class SchedulerSide:
         if tracked is None:
             return
         tracked.loading = False
-        self._forget_ask(tracked)
+        self._forget_asks(tracked)
         if tracked.finished:
             del self._requests[request_id]
 
