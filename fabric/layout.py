@@ -14,8 +14,9 @@ A group whose engine keeps its bytes in a way that cannot be described is OPAQUE
 the engine's own blocks one after the other, each with all layers, and only engines whose `tag` is
 the same can share it.
 
-Everything here is arithmetic on bytes. Nothing depends on the engine's block size, on its own
-layout or on the number of ranks: those only say which runs of the chunk a copy touches.
+Everything here is arithmetic on bytes. But for OPAQUE groups nothing depends on the engine's block
+size, on its own layout or on the number of ranks: those only say which runs of the chunk a copy
+touches.
 """
 
 from collections.abc import Iterable, Sequence
@@ -340,11 +341,13 @@ class GroupLayout:
 
         Raises `ConfigError` if the engine's blocks do not fill chunks exactly.
         """
-        if block_tokens < 1 or self.chunk_tokens % block_tokens:
+        is_other = self.kind is GroupKind.OPAQUE and block_tokens != self.block_tokens
+        if block_tokens < 1 or self.chunk_tokens % block_tokens or is_other:
             raise ConfigError(
                 "block_tokens",
-                f"{block_tokens} does not divide chunk_tokens={self.chunk_tokens} of {self.id}",
-                "Give the group a chunk_tokens that is a multiple of the engine's block size",
+                f"{block_tokens} does not fit chunk_tokens={self.chunk_tokens} of {self.id}",
+                "Give the group a chunk_tokens that is a multiple of the engine's block size, "
+                "and an OPAQUE one that very block size",
             )
         return 1 if self.kind is GroupKind.STATE else self.chunk_tokens // block_tokens
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ....fabric.clock import Clock
-from ....fabric.errors import FabricError, Unavailable
+from ....fabric.errors import FabricError
 from ....fabric.types import Chunk, ChunkKey, Lookup, SlotRef, SourceRange
 from ....tiers.pool.client import PoolClient
 from .settings import ASKERS_MAX, ASKS_WAITING_MAX, HANDOFF_RETRY_S
@@ -133,32 +133,29 @@ class _Asker:
 
     def _run(self) -> None:
         while (ask := self._work.get()) is not None:
-            try:
-                if ask.state is AskState.WAITING:
-                    self._answer(ask)
-                if ask.dropped:
-                    self._release(ask)
-            except FabricError as error:
-                LOG.warning("a question to the pool failed: %s", error)
+            if ask.state is AskState.WAITING:
+                self._answer(ask)
+            if ask.dropped:
+                self._release(ask)
         if self._client is not None:
             self._client.close()
 
     def _answer(self, ask: Ask) -> None:
-        state, origins, pins = AskState.SILENT, ("",) * len(ask.keys), list[SlotRef]()
+        state, origins, pins = AskState.SILENT, [""] * len(ask.keys), list[SlotRef]()
         try:
-            origins, pins = self._fetch(ask)
+            self._fetch(ask, origins, pins)
             state = AskState.DONE
-        except Unavailable as error:
-            LOG.warning("%s", error)
-        finally:
-            with self._lock:
-                ask.origins, ask.pins, ask.state = origins, pins, state
-                self._load -= 1
+        except FabricError as error:
+            LOG.warning("a question to the pool failed: %s", error)
+        with self._lock:
+            ask.origins, ask.pins, ask.state = tuple(origins), pins, state
+            self._load -= 1
 
-    def _fetch(self, ask: Ask) -> tuple[tuple[str, ...], list[SlotRef]]:
-        """Pin what can be had. What a source has not yet is asked again for a while."""
-        origins = [""] * len(ask.keys)
-        pins: list[SlotRef] = []
+    def _fetch(self, ask: Ask, origins: list[str], pins: list[SlotRef]) -> None:
+        """Pin what can be had. What a source has not yet is asked again for a while.
+
+        Fills `origins` and `pins`: what was pinned counts even if the pool falls silent later.
+        """
         left = list(range(len(ask.keys)))
         while left and not ask.dropped and not self._closing.is_set():
             now_s = self._clock.now_s()
@@ -175,10 +172,9 @@ class _Asker:
                 for i, (status, _, _) in zip(left, answers, strict=True)
                 if status is not Lookup.HIT
             ]
-            if self._clock.now_s() - ask.begun_s >= min(ask.again_s, ask.wait_s):
+            if not left or self._clock.now_s() - ask.begun_s >= min(ask.again_s, ask.wait_s):
                 break
             self._clock.sleep_s(HANDOFF_RETRY_S)
-        return tuple(origins), pins
 
     def _pin(self, ask: Ask, left: Sequence[int], wait_s: float) -> list[tuple[Lookup, Chunk, str]]:
         if self._client is None:
@@ -191,8 +187,9 @@ class _Asker:
         if pins and self._client is not None:
             try:
                 self._client.release(pins)
-            except Unavailable:
-                return  # the client gives them back when the pool answers
+            except FabricError as error:
+                # Of a pool that is away the client gives them back when it answers.
+                LOG.warning("pins were not given back: %s", error)
 
 
 def _shifted(sources: Sequence[SourceRange], left: Sequence[int]) -> list[SourceRange]:

@@ -4,13 +4,14 @@ The engine frees blocks without asking and hands them out again. A save whose bl
 must be over, or thrown away, before the engine writes them.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class _Reading:
-    blocks: tuple[int, ...]
+    blocks: frozenset[int]
     ranks_left: int
 
 
@@ -20,17 +21,17 @@ class Fence:
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._jobs: dict[int, _Reading] = {}
-        self._reader: dict[int, int] = {}
-        """Block and the newest job that reads it."""
+        self._readers: Counter[int] = Counter()
+        """Block and how many jobs read it."""
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     def issue(self, job: int, blocks: Iterable[int]) -> None:
         """Note that a job reads these blocks from now on."""
-        reading = _Reading(tuple(blocks), self._ranks)
+        reading = _Reading(frozenset(blocks), self._ranks)
         self._jobs[job] = reading
-        self._reader.update(dict.fromkeys(reading.blocks, job))
+        self._readers.update(reading.blocks)
 
     def over(self, job: int) -> None:
         """Note that one rank is done with a job. Jobs that are not known are over long ago."""
@@ -42,15 +43,13 @@ class Fence:
             return
         del self._jobs[job]
         for block in reading.blocks:
-            if self._reader.get(block) == job:
-                del self._reader[block]
+            self._readers[block] -= 1
+            if not self._readers[block]:
+                del self._readers[block]
 
     def readers(self, written: Iterable[int]) -> tuple[int, ...]:
         """Return the jobs that read any of the blocks."""
-        if not self._reader:
-            return ()
-        # Two jobs may read one block; the older is in `_reader` no more, so jobs are asked too.
         blocks = set(written)
-        if blocks.isdisjoint(self._reader):
+        if self._readers.keys().isdisjoint(blocks):
             return ()
         return tuple(job for job, each in self._jobs.items() if not blocks.isdisjoint(each.blocks))

@@ -52,13 +52,14 @@ class CacheGeometry:
         Opaque bytes of several ranks cannot lie in one chunk, so that each rank has its own.
         """
         each = self.groups[group]
-        if not each.opaque or self.size == 1:
+        if not each.opaque:
             return each.engine_group
-        return each.engine_group * self.size + (self.rank if rank is None else rank)
+        stride = 1 + max(other.engine_group for other in self.groups)
+        return each.engine_group + stride * (self.rank if rank is None else rank)
 
     def indices(self, group: int) -> Sequence[int]:
         """Return the fabric's cache groups of all ranks for the group at this place."""
-        if not self.groups[group].opaque or self.size == 1:
+        if not self.groups[group].opaque:
             return (self.groups[group].engine_group,)
         return tuple(self.index(group, rank) for rank in range(self.size))
 

@@ -9,6 +9,7 @@ Params come from outside: what cannot be read is no source, and is said once in 
 """
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,13 @@ from ....fabric.types import SourceRange
 from .settings import HANDOFF_S, SOURCES_MAX
 
 LOG = logging.getLogger("kvfabric.vllm")
+
+PORT_MAX = 65535
+ENDPOINT = re.compile(
+    r"tcp://([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}(%[A-Za-z0-9._-]{1,16})?\])"
+    r":(?P<port>[1-9][0-9]{0,4})"
+)
+"""A name or a number and a port. What else a router may send must not come to a socket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +38,12 @@ class Handoff:
     """The answer should name this node's pool."""
 
 
-def read_handoff(params: Mapping[str, Any] | None) -> Handoff:
-    """Understand a request's `kv_transfer_params`."""
+def read_handoff(params: Any) -> Handoff:
+    """Understand a request's `kv_transfer_params`: a mapping, None, or rubbish. Never raises."""
     if not params:
+        return Handoff()
+    if not isinstance(params, Mapping):
+        LOG.warning("kv_transfer_params are no mapping; ignored")
         return Handoff()
     endpoints: list[str] = []
     prefiller = _endpoint(params.get("remote_prefiller"))
@@ -49,7 +60,7 @@ def read_handoff(params: Mapping[str, Any] | None) -> Handoff:
 def prefiller_params(peer_endpoint: str) -> dict[str, Any] | None:
     """Return the params that let a decode pull from the pool with this peer endpoint."""
     host, _, port = peer_endpoint.removeprefix("tcp://").rpartition(":")
-    if not host or not port.isdigit():
+    if not _is_endpoint(peer_endpoint):
         return None
     return {"remote_prefiller": {"remote_host": host.strip("[]"), "remote_port": int(port)}}
 
@@ -59,10 +70,24 @@ def _endpoint(value: Any) -> str:
         return ""
     if isinstance(value, Mapping):
         host, port = value.get("remote_host"), value.get("remote_port")
-        if isinstance(host, str) and host and str(port).isdigit():
-            return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-    LOG.warning("kv_transfer_params: %r names no remote_host and remote_port; ignored", value)
+        if isinstance(host, str) and isinstance(port, int | str) and not isinstance(port, bool):
+            host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+            endpoint = f"tcp://{host}:{_decimal(port)}"
+            if _is_endpoint(endpoint):
+                return endpoint
+    LOG.warning("kv_transfer_params: no remote_host and remote_port that can be reached; ignored")
     return ""
+
+
+def _decimal(port: int | str) -> str:
+    if isinstance(port, str):
+        return port
+    return str(port) if 0 < port <= PORT_MAX else ""
+
+
+def _is_endpoint(text: str) -> bool:
+    found = ENDPOINT.fullmatch(text)
+    return found is not None and int(found["port"]) <= PORT_MAX
 
 
 def _own(params: Mapping[str, Any]) -> list[str]:
@@ -70,7 +95,9 @@ def _own(params: Mapping[str, Any]) -> list[str]:
     if own is None:
         return []
     sources = own.get("sources") if isinstance(own, Mapping) else None
-    if isinstance(sources, list) and all(isinstance(each, str) for each in sources):
-        return [str(each) for each in sources]
-    LOG.warning("kv_transfer_params: kvfabric.sources is not a list of endpoints: %r", own)
-    return []
+    if not isinstance(sources, list | tuple):
+        sources = [None]
+    found = [each for each in sources if isinstance(each, str) and _is_endpoint(each)]
+    if len(found) < len(sources):
+        LOG.warning("kv_transfer_params: kvfabric.sources is no list of tcp:// endpoints")
+    return found

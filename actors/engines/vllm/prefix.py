@@ -63,7 +63,7 @@ class Usable:
 
     tokens: int
     rows: tuple[int, ...]
-    """For each group the chunks that are here in an unbroken row from the first; 0 for windows."""
+    """For each group the chunks that the index has in a row from the first; 0 for windows."""
 
 
 class PrefixRules:
@@ -79,38 +79,52 @@ class PrefixRules:
         """Return the longest prefix of at most so many tokens that is whole chunks everywhere."""
         return tokens - tokens % self.step_tokens
 
-    def usable(self, hashes: Sequence[bytes], cap_tokens: int, index: ChunkIndex) -> Usable:
-        """Return the longest usable prefix of at most `cap_tokens`."""
+    def usable(
+        self, hashes: Sequence[bytes], local_tokens: int, cap_tokens: int, index: ChunkIndex
+    ) -> Usable:
+        """Return the longest usable prefix of at most `cap_tokens`.
+
+        Of chunks that lie in the first `local_tokens` the engine has all that is needed.
+        """
+        full = self.full(hashes, local_tokens, cap_tokens, index)
+        if not (full.tokens and self._windows):
+            return full
+        return Usable(self._windowed(hashes, local_tokens, full.tokens, index), full.rows)
+
+    def full(
+        self, hashes: Sequence[bytes], local_tokens: int, cap_tokens: int, index: ChunkIndex
+    ) -> Usable:
+        """As `usable`, whatever windows have."""
         tokens = self.floor(cap_tokens)
         rows = [0] * len(self.groups)
         for at, group in enumerate(self.groups):
-            if not group.windowed:
-                rows[at] = index.leading(
-                    group.engine_group, group.digests(hashes, 0, group.chunks(tokens))
-                )
-                tokens = min(tokens, self.floor(rows[at] * group.layout.chunk_tokens))
-        for group in self._windows:
-            if tokens == 0:
-                break
-            tokens = self._window(group, hashes, tokens, index)
+            if group.windowed:
+                continue
+            digests = group.digests(hashes, 0, group.chunks(tokens))
+            reach = rows[at] = index.leading(group.engine_group, digests)
+            local = min(group.chunks(local_tokens), len(digests))
+            if reach < local:
+                reach = local + index.leading(group.engine_group, digests[local:])
+            tokens = min(tokens, self.floor(reach * group.layout.chunk_tokens))
         return Usable(tokens, tuple(rows))
 
-    def _window(
-        self, group: EngineGroup, hashes: Sequence[bytes], cap_tokens: int, index: ChunkIndex
+    def _windowed(
+        self, hashes: Sequence[bytes], local_tokens: int, cap_tokens: int, index: ChunkIndex
     ) -> int:
-        """Return the longest prefix whose last window the group has; other windows may not fit it.
-
-        A window that was shortened by a later group is checked again by the load, whose miss costs
-        a recomputation; models have windows of one length, so it does not come to that.
-        """
-        here = index.present(group.engine_group, group.digests(hashes, 0, group.chunks(cap_tokens)))
-        layout, window_tokens = group.layout, group.layout.window_tokens or cap_tokens
+        """Return the longest prefix of at most `cap_tokens` of which all last windows are here."""
         tokens = np.arange(self.step_tokens, cap_tokens + 1, self.step_tokens)
-        # As `GroupLayout.chunks_needed`, for all prefixes at once: there may be thousands.
-        ends = tokens // layout.chunk_tokens
-        starts = np.maximum(tokens - window_tokens + 1, 0) // layout.chunk_tokens
-        before = np.concatenate(([0], np.cumsum(here)))
-        whole = np.flatnonzero(before[ends] - before[starts] == ends - starts)
+        usable = np.ones(len(tokens), np.bool_)
+        for group in self._windows:
+            digests = group.digests(hashes, 0, group.chunks(cap_tokens))
+            here = index.present(group.engine_group, digests)
+            here[: group.chunks(local_tokens)] = True
+            layout, window_tokens = group.layout, group.layout.window_tokens or cap_tokens
+            # As `GroupLayout.chunks_needed`, for all prefixes at once: there may be thousands.
+            ends = tokens // layout.chunk_tokens
+            starts = np.maximum(tokens - window_tokens + 1, 0) // layout.chunk_tokens
+            before = np.concatenate(([0], np.cumsum(here)))
+            usable &= before[ends] - before[starts] == ends - starts
+        whole = np.flatnonzero(usable)
         return int(tokens[whole[-1]]) if len(whole) else 0
 
     def load(

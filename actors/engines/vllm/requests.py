@@ -10,6 +10,9 @@ from .asker import Ask
 from .prefix import PrefixRules
 from .transfers import NULL_BLOCK
 
+NEVER = 1 << 62
+"""More tokens than any request has."""
+
 
 class EngineRequest(Protocol):
     """What is used of vLLM's `Request`."""
@@ -39,7 +42,8 @@ class Tracked:
     again_s: float = 0.0
     """How long to ask the sources again for what they have not yet."""
     local_tokens: int = 0
-    ask: Ask | None = None
+    asks: list[Ask] = field(default_factory=list[Ask])
+    """Of full groups, then of windows. The last one may not be over; all keep their pins."""
     asked_windows: bool = False
     asked: bool = False
     """Whether the tiers and sources have been asked; once is enough."""
@@ -56,7 +60,8 @@ class Tracked:
     The engine takes them out of its table as soon as the window is past them, most of a prompt
     before it can be saved; what they hold stays until they are given to somebody."""
     admitted_tokens: int = 0
-    """Computed tokens with which the request came into its first step, or came back."""
+    """Computed tokens with which the request came into its first step, or came back. `NEVER`: what
+    it has is of before a reset, and is nobody's until it comes back."""
 
     @property
     def confirmed_tokens(self) -> int:

@@ -3,7 +3,7 @@
 Ownership. It owns what is known of each request, the fence, and the questions to the pool with
 their pins. The engine's block tables are only looked at.
 
-Lifecycle. `attach` when the workers' caches are known, then the engine's hooks in its order, then
+Lifecycle. `open` when the workers' caches are known, then the engine's hooks in its order, then
 `close`. A request is known from its first lookup until it is finished and its last load is over.
 
 Failure. A pool that is away, busy or silent means that nothing is found and nothing is saved. A
@@ -26,7 +26,7 @@ from .handoff import prefiller_params, read_handoff
 from .link import Link
 from .lookups import SharedIndex
 from .prefix import EngineGroup, PrefixRules
-from .requests import EngineRequest, Tracked
+from .requests import NEVER, EngineRequest, Tracked
 from .settings import ASK_GRACE_S, SAVES_WAITING_MAX, ConnectorSettings, LoadMode
 from .transfers import NULL_BLOCK, ChunkRun, LoadJob, SaveJob, StepPlan, WorkerReport
 
@@ -81,10 +81,10 @@ class SchedulerSide:
         cap_tokens = self._rules.floor(request.num_tokens - 1)
         if client is None or tracked.failed or cap_tokens == 0:
             return self._nothing(tracked)
-        if tracked.ask is not None and not self._over(tracked, tracked.ask):
+        if tracked.asks and not self._over(tracked, tracked.asks[-1]):
             return None
         index = SharedIndex(client, self._geometry)
-        usable = self._rules.usable(request.block_hashes, cap_tokens, index)
+        usable = self._rules.usable(request.block_hashes, local_tokens, cap_tokens, index)
         for at, row in enumerate(usable.rows):
             tracked.saved[at] = row
         if cap_tokens <= local_tokens:
@@ -108,7 +108,7 @@ class SchedulerSide:
         tracked = self._track(request)
         if external_tokens == 0:
             if not tracked.loading:
-                self._forget_ask(tracked)
+                self._forget_asks(tracked)
             return
         tokens = tracked.local_tokens + external_tokens
         runs = self._rules.load(request.block_hashes, tracked.local_tokens, tokens, block_ids)
@@ -152,12 +152,12 @@ class SchedulerSide:
         overwritten.update(b for load in loads for run in load.runs for b in run.block_ids)
         overwritten.discard(NULL_BLOCK)
         flush = self._fence.readers(overwritten)
-        runs, self._runs = self._runs, []
+        saving = self._link.client is not None and len(self._fence) < SAVES_WAITING_MAX
+        runs, self._runs = self._runs if saving else [], []
         runs = [run for run in runs if overwritten.isdisjoint(run.block_ids)]
         if self._rules.has_windows:
             for tracked in self._requests.values():
                 tracked.lose(overwritten)
-        saving = self._link.client is not None and len(self._fence) < SAVES_WAITING_MAX
         for request_id in scheduled:
             runs += self._save_or_hold(request_id, tables, saving=saving)
         saves: tuple[SaveJob, ...] = ()
@@ -200,7 +200,7 @@ class SchedulerSide:
                 self._runs += self._unsaved(tracked, block_ids)
             tracked.finished = True
             if not loading:
-                self._forget_ask(tracked)
+                self._forget_asks(tracked)
                 del self._requests[request.request_id]
         if client is not None and read_handoff(request.kv_transfer_params).wants_prefiller:
             return prefiller_params(client.peer_endpoint)
@@ -212,8 +212,9 @@ class SchedulerSide:
         self._runs.clear()
         for tracked in self._requests.values():
             tracked.saved = [0] * len(self._rules.groups)
+            tracked.admitted_tokens = NEVER
             tracked.failed = tracked.failed or tracked.loading
-            self._forget_ask(tracked)
+            self._forget_asks(tracked)
         self._askers.close()
         self._link.close()
         self._link, self._askers = self._connect()
@@ -246,7 +247,7 @@ class SchedulerSide:
         return tracked
 
     def _nothing(self, tracked: Tracked) -> int:
-        self._forget_ask(tracked)
+        self._forget_asks(tracked)
         tracked.matched_tokens = 0
         return 0
 
@@ -256,13 +257,12 @@ class SchedulerSide:
         """Ask tiers and sources for what is missing, in full groups first; say whether to wait."""
         if tracked.asked or not (client.media or tracked.sources):
             return False
+        hashes = tracked.request.block_hashes
         windows = tracked.asked_windows or not self._rules.has_full
         tokens = cap_tokens
         if windows and self._rules.has_full:
-            tokens = self._full_tokens(tracked, cap_tokens, index)
-        wanted = self._rules.wanted(
-            tracked.request.block_hashes, tracked.local_tokens, tokens, windows=windows
-        )
+            tokens = self._rules.full(hashes, tracked.local_tokens, cap_tokens, index).tokens
+        wanted = self._rules.wanted(hashes, tracked.local_tokens, tokens, windows=windows)
         keys: list[ChunkKey] = []
         for group, _, digests in wanted:
             for cache in self._geometry.indices(self._place[group.engine_group]):
@@ -273,27 +273,10 @@ class SchedulerSide:
         if not keys:
             return False
         sources = [SourceRange(s.node, s.endpoint, 0, len(keys)) for s in tracked.sources]
-        self._forget_ask(tracked)
-        tracked.ask = self._askers.submit(
-            Ask(
-                keys,
-                sources,
-                self._clock.now_s(),
-                self._settings.load_wait_s,
-                tracked.again_s,
-            )
-        )
-        return not self._over(tracked, tracked.ask)
-
-    def _full_tokens(self, tracked: Tracked, cap_tokens: int, index: SharedIndex) -> int:
-        """Return the prefix that the full groups have; the windows are wanted for that one."""
-        tokens = cap_tokens
-        for group in self._rules.groups:
-            if not group.windowed:
-                digests = group.digests(tracked.request.block_hashes, 0, group.chunks(tokens))
-                row = index.leading(group.engine_group, digests)
-                tokens = min(tokens, self._rules.floor(row * group.layout.chunk_tokens))
-        return tokens
+        now_s, wait_s = self._clock.now_s(), self._settings.load_wait_s
+        ask = self._askers.submit(Ask(keys, sources, now_s, wait_s, tracked.again_s))
+        tracked.asks.append(ask)
+        return not self._over(tracked, ask)
 
     def _over(self, tracked: Tracked, ask: Ask) -> bool:
         """Whether an ask is decided, or has had its time."""
@@ -302,7 +285,8 @@ class SchedulerSide:
             if self._clock.now_s() - ask.begun_s < allowed_s:
                 return False
             tracked.asked = True
-            self._forget_ask(tracked)
+            tracked.asks.remove(ask)
+            self._askers.drop(ask)
         elif ask.state is AskState.SILENT:
             self._link.silence()
         else:
@@ -311,10 +295,9 @@ class SchedulerSide:
                     tracked.origins[key[:-4]] = origin
         return True
 
-    def _forget_ask(self, tracked: Tracked) -> None:
-        if tracked.ask is not None:
-            self._askers.drop(tracked.ask)
-            tracked.ask = None
+    def _forget_asks(self, tracked: Tracked) -> None:
+        while tracked.asks:
+            self._askers.drop(tracked.asks.pop())
 
     def _save_or_hold(
         self, request_id: str, tables: BlockTables, *, saving: bool
@@ -353,7 +336,7 @@ class SchedulerSide:
         if tracked is None:
             return
         tracked.loading = False
-        self._forget_ask(tracked)
+        self._forget_asks(tracked)
         if tracked.finished:
             del self._requests[request_id]
 

@@ -4,7 +4,7 @@ Ownership. It owns two pool clients, one for loads and one for saves, each with 
 the engine's: a load may write the blocks of its job until it is reported over, a save may read
 those of its job until it is reported over or cancelled.
 
-Lifecycle. `register` when the engine has its cache, `take` once for each step, `close` at the end.
+Lifecycle. Made when the engine has its cache, `take` once for each step, `close` at the end.
 
 Failure. A chunk that does not come makes its request recompute; one that cannot be saved is not
 saved. A pool that does not answer is reported and left alone for a while. A save that is cancelled
@@ -172,16 +172,16 @@ class WorkerSide:
     def _load(self, reset: int, job: LoadJob) -> None:
         places = self._places(job.runs)
         missing, silent = list(range(len(places))), False
-        client = self._loading.client(reset)
-        if client is not None and not self._closing:
-            try:
+        try:
+            client = self._loading.client(reset)
+            if client is not None and not self._closing:
                 missing = self._fill(client, places)
-            except Unavailable as error:
-                LOG.warning("load of %s: %s", job.request_id, error)
-                self._loading.silence()
-                silent = True
-            except FabricError as error:
-                LOG.warning("load of %s: %s", job.request_id, error)
+        except Unavailable as error:
+            LOG.warning("load of %s: %s", job.request_id, error)
+            self._loading.silence()
+            silent = True
+        except FabricError as error:
+            LOG.warning("load of %s: %s", job.request_id, error)
         with self._lock:
             self._finished.requests.add(job.request_id)
             self._report.silent |= silent
