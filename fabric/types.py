@@ -114,11 +114,16 @@ class Chunk:
     """Of the bytes in the slot (`fabric.checksum`); 0 while they are still to come."""
 
 
+ANY_NODE = ""
+"""Whoever answers at an endpoint: routers of other projects name a host and a port and no node."""
+
+
 @dataclass(frozen=True, slots=True)
 class SourceRange:
     """From whom to pull a run of a request's chunks."""
 
     node: str
+    """Its name, which must be the one that answers; `ANY_NODE` if only the endpoint is known."""
     endpoint: str
     start: int
     count: int

@@ -195,6 +195,8 @@ class EngineOptions:
     model_tokens_max: int = 1024
     requests_max: int = 8
     order: str | None = None
+    hash_tokens: int | None = None
+    """Length of a block hash: vLLM lets a model of several cache groups choose it."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of `vllm.LLM`."""
@@ -211,6 +213,7 @@ class EngineOptions:
             "num_gpu_blocks_override": self.blocks,
             "max_model_len": self.model_tokens_max,
             "max_num_seqs": self.requests_max,
+            "prefix_match_unit": self.hash_tokens,
             "kv_transfer_config": self.transfer and dict(self.transfer),
         }
 
@@ -297,6 +300,15 @@ class Engine:
     def scheduler(self) -> Any:
         """vLLM's scheduler."""
         return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @classmethod
+    def tidy(cls) -> None:
+        """Remove what vLLM keeps in this process of an engine that did not come up."""
+        from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
 
     def close(self) -> None:
         """End the engine and give its memory back. Safe to call twice."""

@@ -52,7 +52,12 @@ def test_every_mode_and_block_size_repeats_a_plain_engine(
         assert engine.forget()
         assert engine.generate(prompts) == said
         step = chunk_tokens or block_tokens
-        assert (engine.hits() - before).hit == sum(whole(each - 1, step) for each in LENGTHS)
+        expected = sum(whole(each - 1, step) for each in LENGTHS)
+        if kind == "hybrid" and step > block_tokens:
+            # Of two prompts the window is past the first block of its only chunk, and vLLM gives it
+            # to somebody else in the step in which it would be saved.
+            expected -= 2 * step
+        assert (engine.hits() - before).hit == expected
     pool.check()
 
 

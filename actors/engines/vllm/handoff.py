@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ....fabric.types import SourceRange
+from ....fabric.types import ANY_NODE, SourceRange
 from .settings import HANDOFF_S, SOURCES_MAX
 
 LOG = logging.getLogger("kvfabric.vllm")
@@ -51,7 +51,7 @@ def read_handoff(params: Any) -> Handoff:
         if endpoint and endpoint not in endpoints:
             endpoints.append(endpoint)
     return Handoff(
-        tuple(SourceRange(endpoint, endpoint, 0, 0) for endpoint in endpoints[:SOURCES_MAX]),
+        tuple(SourceRange(ANY_NODE, endpoint, 0, 0) for endpoint in endpoints[:SOURCES_MAX]),
         HANDOFF_S if prefiller else 0.0,
         bool(params.get("remote_decoder")),
     )
