@@ -24,7 +24,8 @@ def _load(name: str) -> None:
     spec.loader.exec_module(module)
 
 
-_load("vllm_yard")
+for _name in ("vllm_yard", "vllm_model", "vllm_engine", "vllm_steps"):
+    _load(_name)
 
 
 @pytest.fixture(scope="session")

@@ -345,6 +345,27 @@ def test_blocks_that_left_a_window_are_saved_while_nobody_has_them(pool, clock) 
     desk.side.close()
 
 
+def test_a_request_that_comes_back_forgets_blocks_of_before(pool, clock) -> None:
+    desk = Desk(pool, clock, *HYBRID)
+    one, window = request(), list(range(201, 211))
+    assert desk.side.matched(one, 0) == 0
+    desk.side.allocated(one, [TABLE, window], 0)
+    desk.step({"r": [TABLE, window]}, admitted=["r"])
+    one.num_computed_tokens = 0
+    desk.side.reset()
+    desk.put(one, 4)
+    pool.chunks = {(1, key): data for (_, key), data in pool.chunks.items()}
+    assert desk.side.matched(one, 0) == 32
+    one.num_computed_tokens = 32
+    desk.side.observed(WorkerReport(failed_loads=["r"]), [])
+    tables = [TABLE, [0] * 5 + list(range(306, 311))]
+    desk.step({"r": tables}, admitted=["r"])
+    one.ran(8)
+    (job,) = desk.step({"r": tables}).saves
+    assert sorted(desk.saved(job)[1]) == [3, 4]
+    desk.side.close()
+
+
 def test_reports_of_requests_that_nobody_knows_are_nothing(desk) -> None:
     desk.side.observed(WorkerReport([7], ["x"]), ["y"])
     desk.side.step_over()

@@ -92,6 +92,12 @@ def test_what_the_namespace_says_of_a_cache() -> None:
     assert cache.chunk_tokens == "16,8"
 
 
+def test_blocks_of_a_failed_load_are_of_use_in_one_group_without_a_window() -> None:
+    assert geometry(group(0, 16)).keeps_blocks
+    assert not geometry(group(0, 16, window=24)).keeps_blocks
+    assert not geometry(group(0, 16), group(1, 16)).keeps_blocks
+
+
 def test_ranks_must_have_one_cache() -> None:
     first, second = ranks(2, *geometry(group(0, 16)).groups)
     first.require_same(second)

@@ -123,6 +123,12 @@ class KVFabricConnector(KVConnectorBase_V1, SupportsHMA):
             size=get_tensor_model_parallel_world_size(),
             chunk_tokens=self._settings.chunk_tokens,
         )
+        if self._settings.load is LoadMode.SYNC and not self._geometry.keeps_blocks:
+            raise ConfigError(
+                "kv_connector_extra_config.load",
+                "is sync for a model with a sliding window",
+                "Use async: a load that failed within a step leaves no window to go on from",
+            )
         self._worker = WorkerSide(self._geometry, copier, self._attach, self._clock)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -164,7 +170,7 @@ class KVFabricConnector(KVConnectorBase_V1, SupportsHMA):
         results = KVConnectorTransferResults()
         if self._settings.load is LoadMode.ASYNC:
             results.finished_recving = finished.requests
-            if len(self._block_tokens) > 1:
+            if self._geometry is not None and not self._geometry.keeps_blocks:
                 results.failed_recving = finished.failed
                 self._bad_blocks = set()
         return results

@@ -46,6 +46,15 @@ class CacheGeometry:
         """The namespace's field of this name."""
         return chunk_tokens_text(group.layout for group in self.groups)
 
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether the first blocks of a load that failed are of use without the others.
+
+        Not where a window is: the engine has no blocks for what lies before it. And of several
+        groups' blocks vLLM cannot be told which failed.
+        """
+        return len(self.groups) == 1 and self.groups[0].layout.window_tokens is None
+
     def index(self, group: int, rank: int | None = None) -> int:
         """Return the fabric's cache group for the group at this place, as this rank writes it.
 

@@ -53,8 +53,9 @@ class LoadMode(StrEnum):
     ASYNC = "async"
     """Between steps: the request waits, the others go on."""
     SYNC = "sync"
-    """At the beginning of the request's first step. Only for models with one cache group, because
-    vLLM cannot be told of a failed block of one group among several."""
+    """At the beginning of the request's first step. Only for models with one cache group and no
+    sliding window, because vLLM cannot be told of a failed block of one group among several, and
+    goes on from a failed block of a window as if the window before it were there."""
 
 
 class ConnectorSettings(Part):
