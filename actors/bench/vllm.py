@@ -170,9 +170,9 @@ def _busy(clock: Clock, folder: Path, pool: PoolProcess, sizes: Sizes) -> list[R
         theirs.wait_ready()
         _meet(clock, ours, pool)
         lives = _pairs(clock, ours, theirs, pool, sizes)
-        rows = _scheduler_rows(lives, sizes)
+        rows = scheduler_rows(lives, sizes)
         lookups = [s for four in lives for each in four[:2] for s in each.lookups]
-        rows.append(_lookup_row(ours, lookups, sizes))
+        rows += _lookup_rows(ours, lookups, sizes)
         rows.append(_dead_source(ours, sizes))
     return rows
 
@@ -238,7 +238,8 @@ def _settle_pool(clock: Clock, pool: PoolProcess, chunks: float) -> None:
         clock.sleep_s(LOOK_S)
 
 
-def _scheduler_rows(lives: Sequence[Four], sizes: Sizes) -> list[Row]:
+def scheduler_rows(lives: Sequence[Four], sizes: Sizes) -> list[Row]:
+    """Return medians of ours, and of the ratios of neighbouring runs."""
     spent = np.array([[life.hook_s for life in four] for four in lives]) * 1e3
     cold, warm, their_cold, their_warm = spent.T
     name = f"scheduler_cost_{sizes.blocks}_blocks"
@@ -254,8 +255,8 @@ def _scheduler_rows(lives: Sequence[Four], sizes: Sizes) -> list[Row]:
     ]
 
 
-def _lookup_row(ours: VllmEngine, lookups: list[float], sizes: Sizes) -> Row:
-    """Time single lookups, of prompts that are not there and of one that is."""
+def _lookup_rows(ours: VllmEngine, lookups: list[float], sizes: Sizes) -> list[Row]:
+    """Time more lookups, of prompts that are not there and of one that is."""
     tokens = sizes.prompt_tokens
     for each in range(sizes.glances):
         ours.forget()
@@ -263,8 +264,11 @@ def _lookup_row(ours: VllmEngine, lookups: list[float], sizes: Sizes) -> Row:
         ours.settle()
         ours.forget()
         lookups += ours.glance(ABSENT + each, tokens).lookups
-    p99_us = float(np.percentile(lookups, 99)) * 1e6
-    return Row("vllm", "lookup_answer_p99_us", p99_us, "us", "none", None)
+    p50_us, p99_us = (float(np.percentile(lookups, at)) * 1e6 for at in (50, 99))
+    return [
+        Row("vllm", "lookup_answer_p50_us", p50_us, "us", "none", None),
+        Row("vllm", "lookup_answer_p99_us", p99_us, "us", "none", None),
+    ]
 
 
 def _dead_source(ours: VllmEngine, sizes: Sizes) -> Row:

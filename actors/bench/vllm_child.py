@@ -77,7 +77,7 @@ class BenchEngine:
     """The engine and its stopwatch."""
 
     def __init__(self, options: Mapping[str, Any], clock: Clock) -> None:
-        from vllm import LLM
+        from vllm.entrypoints.llm import LLM
 
         self._clock = clock
         apart = options["core_apart"]
@@ -138,8 +138,8 @@ class BenchEngine:
     def _request(
         self, number: int, length: int, tokens: int, transfer: Mapping[str, Any] | None
     ) -> tuple[Any, Any]:
-        from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import SamplingParams
 
         drawn = np.random.default_rng(number).integers(FIRST_TOKEN, LAST_TOKEN, length)
         params = SamplingParams(

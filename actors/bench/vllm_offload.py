@@ -23,9 +23,9 @@ Indices = npt.NDArray[np.int64]
 class CpuTieringSpec(TieringOffloadingSpec):
     """As vLLM's, with a worker for the CPU platform."""
 
-    def get_worker(self, kv_caches: Any) -> OffloadingWorker:
+    def get_worker(self, kv_caches: Any) -> Any:
         """Return the worker, the same each time."""
-        if self._worker is None:
+        if not self._worker:
             rank = 0 if self.replicated_layout else self.config.parallel.rank
             region = SharedOffloadRegion(
                 self._engine_id,
@@ -53,7 +53,7 @@ class NumpyWorker(OffloadingWorker):
             view = region.create_next_worker_view(page * blocks_per_chunk).numpy().view(np.uint8)
             self._host.append(view.reshape(len(view), blocks_per_chunk, page))
         self._refs: Sequence[Sequence[Any]] = kv_caches.group_data_refs
-        self._done: list[TransferResult] = []
+        self._done: list[Any] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         """Copy blocks of the engine into chunks."""
@@ -69,7 +69,7 @@ class NumpyWorker(OffloadingWorker):
         self._done.append(TransferResult(job_id, success=True))
         return True
 
-    def get_finished(self) -> list[TransferResult]:
+    def get_finished(self) -> list[Any]:
         """Return the jobs since the last question."""
         done, self._done = self._done, []
         return done
