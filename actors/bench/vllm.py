@@ -172,7 +172,7 @@ def _busy(clock: Clock, folder: Path, pool: PoolProcess, sizes: Sizes) -> list[R
         lives = _pairs(clock, ours, theirs, pool, sizes)
         rows = scheduler_rows(lives, sizes)
         lookups = [s for four in lives for each in four[:2] for s in each.lookups]
-        rows += _lookup_rows(ours, lookups, sizes)
+        rows += _lookup_rows(clock, ours, pool, lookups, sizes)
         rows.append(_dead_source(ours, sizes))
     return rows
 
@@ -255,15 +255,20 @@ def scheduler_rows(lives: Sequence[Four], sizes: Sizes) -> list[Row]:
     ]
 
 
-def _lookup_rows(ours: VllmEngine, lookups: list[float], sizes: Sizes) -> list[Row]:
+def _lookup_rows(
+    clock: Clock, ours: VllmEngine, pool: PoolProcess, lookups: list[float], sizes: Sizes
+) -> list[Row]:
     """Time more lookups, of prompts that are not there and of one that is."""
     tokens = sizes.prompt_tokens
     for each in range(sizes.glances):
         ours.forget()
-        lookups += ours.generate(0, tokens, 1).lookups
+        warm = ours.generate(0, tokens, 1)
+        if warm.cached == tokens - 1:  # else a load failed, and the last answer is no lookup
+            lookups += warm.lookups
         ours.settle()
         ours.forget()
         lookups += ours.glance(ABSENT + each, tokens).lookups
+        _settle_pool(clock, pool, 0)
     p50_us, p99_us = (float(np.percentile(lookups, at)) * 1e6 for at in (50, 99))
     return [
         Row("vllm", "lookup_answer_p50_us", p50_us, "us", "none", None),
