@@ -252,12 +252,19 @@ class KVFabricConnector(KVConnectorBase_V1, SupportsHMA):
                 added.append((computed, blocks))
         admitted = [each.req_id for each in scheduler_output.scheduled_new_reqs]
         admitted += cached.resumed_req_ids
+        grown = set(admitted)
+        grown.update(
+            request_id
+            for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True)
+            if blocks is not None
+        )
         state = scheduler_output.kv_connector_block_state
         plan = self._scheduler.plan(
             scheduler_output.num_scheduled_tokens,
             admitted,
             written_blocks(new, added, self._block_tokens),
             state.get_block_ids,
+            grown,
         )
         return PlanMetadata(plan)
 

@@ -4,13 +4,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ....fabric.types import Lookup, make_key
+from ....fabric.types import KeyBatch, Lookup
 from ....tiers.pool.client import PoolClient
 from .geometry import CacheGeometry
 from .prefix import Present
 
-FIRST_LOOK_CHUNKS = 16
-"""Most prompts that are not here at all are recognised by their first chunks."""
+FIRST_LOOK_CHUNKS = 1024
+"""A prompt that is not here at all is recognised by its first chunks. A lookup of one chunk takes
+half the time of one of 1,000, so that fewer would save little where nothing is here, and cost a
+second lookup where all of it is."""
 
 
 class SharedIndex:
@@ -33,8 +35,7 @@ class SharedIndex:
         """Return for each chunk whether it is here."""
         here = np.ones(len(digests), np.bool_)
         for index in self._indices[group]:
-            states = self._client.lookup([make_key(digest, index) for digest in digests]).states
-            here &= states == Lookup.HIT
+            here &= self._client.lookup(KeyBatch(digests, index)).states == Lookup.HIT
         return here
 
 

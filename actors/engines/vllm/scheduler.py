@@ -13,11 +13,11 @@ Threading. One thread, the scheduler's. No hook waits for a socket: lookups read
 what may take long is asked by `Askers`, while the engine is told to ask again next step.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from ....fabric.clock import Clock
-from ....fabric.types import ChunkKey, SourceRange, make_key
+from ....fabric.types import ChunkKey, SourceRange, make_keys
 from ....tiers.pool.client import PoolClient
 from .asker import Ask, Askers, AskState
 from .fence import Fence
@@ -137,11 +137,14 @@ class SchedulerSide:
         admitted: Iterable[str],
         written: Iterable[int],
         tables: BlockTables,
+        grown: Container[str] | None = None,
     ) -> StepPlan:
         """Say what the workers do around the step in which these requests run.
 
         `admitted` are those of them that did not run in the step before. `written` are the blocks
-        that the step gives to somebody and that will be overwritten.
+        that the step gives to somebody and that will be overwritten, `grown` the requests to which
+        it gives any; None: perhaps to all. What a step costs does not depend on how long the
+        requests are that did not grow.
         """
         for request_id in admitted:
             if (tracked := self._requests.get(request_id)) is not None:
@@ -155,11 +158,12 @@ class SchedulerSide:
         saving = self._link.client is not None and len(self._fence) < SAVES_WAITING_MAX
         runs, self._runs = self._runs if saving else [], []
         runs = [run for run in runs if overwritten.isdisjoint(run.block_ids)]
-        if self._rules.has_windows:
+        if self._rules.has_windows and overwritten:
             for tracked in self._requests.values():
                 tracked.lose(overwritten)
         for request_id in scheduled:
-            runs += self._save_or_hold(request_id, tables, saving=saving)
+            hold = self._rules.has_windows and (grown is None or request_id in grown)
+            runs += self._save_or_hold(request_id, tables, saving=saving, hold=hold)
         saves: tuple[SaveJob, ...] = ()
         if runs:
             saves = (SaveJob(self._next_job, tuple(runs)),)
@@ -266,7 +270,7 @@ class SchedulerSide:
         keys: list[ChunkKey] = []
         for group, _, digests in wanted:
             for cache in self._geometry.indices(self._place[group.engine_group]):
-                keys += [make_key(digest, cache) for digest in digests]
+                keys += make_keys(digests, cache)
         if windows or not self._rules.has_windows:
             tracked.asked = True
         tracked.asked_windows = True
@@ -289,7 +293,7 @@ class SchedulerSide:
             self._askers.drop(ask)
         elif ask.state is AskState.SILENT:
             self._link.silence()
-        else:
+        elif any(ask.origins):
             for key, origin in zip(ask.keys, ask.origins, strict=True):
                 if origin and origin != HOST:
                     tracked.origins[key[:-4]] = origin
@@ -300,14 +304,14 @@ class SchedulerSide:
             self._askers.drop(tracked.asks.pop())
 
     def _save_or_hold(
-        self, request_id: str, tables: BlockTables, *, saving: bool
+        self, request_id: str, tables: BlockTables, *, saving: bool, hold: bool
     ) -> list[ChunkRun]:
         """Return what to save of a request that runs, and remember what may be saved later."""
         tracked = self._requests.get(request_id)
         if tracked is None:
             return []
         unsaved = saving and tracked.unsaved(self._rules)
-        if not unsaved and not self._rules.has_windows:
+        if not unsaved and not hold:
             return []
         block_ids = tables(request_id)
         if block_ids is None:

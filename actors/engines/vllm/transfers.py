@@ -8,7 +8,7 @@ the scheduler's loop.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ....fabric.types import ChunkKey, make_key
+from ....fabric.types import ChunkKey, make_keys
 
 NULL_BLOCK = 0
 """The engine's block that holds nothing. A load writes into it what it must not write elsewhere."""
@@ -27,7 +27,7 @@ class ChunkRun:
 
     def keys(self, index: int) -> list[ChunkKey]:
         """Return the chunks' keys under a cache group index of the fabric."""
-        return [make_key(digest, index) for digest in self.digests]
+        return make_keys(self.digests, index)
 
     def blocks_of(self, chunk: int) -> Sequence[int]:
         """Return the blocks of the chunk at this place in the run."""
