@@ -104,11 +104,29 @@ def test_rows_are_views_of_the_engines_memory() -> None:
     [
         torch.zeros(2, BLOCKS, 4, 3),
         torch.zeros(2, BLOCKS, 4, 3).transpose(0, 1),
-        torch.zeros(BLOCKS, 4, 3).transpose(1, 2),
-        torch.zeros(BLOCKS, 8)[:, :4],
-        torch.zeros(2 * BLOCKS, 4)[::2],
+        torch.zeros(BLOCKS, 8)[:, ::2],
+        torch.zeros(BLOCKS, 4, 8)[:, :, :4],
         torch.zeros(1, 4).expand(BLOCKS, 4),
     ],
 )
 def test_what_does_not_lie_block_by_block_is_refused(tensor) -> None:
     assert block_rows(tensor, BLOCKS) is None
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(BLOCKS * 12).view(BLOCKS, 4, 3).transpose(1, 2),
+        torch.arange(BLOCKS * 8).view(BLOCKS, 8)[:, :4],
+        torch.arange(2 * BLOCKS * 4).view(2 * BLOCKS, 4)[::2],
+    ],
+)
+def test_a_block_may_lie_apart_from_the_next_and_its_axes_in_any_order(tensor) -> None:
+    rows = block_rows(tensor, BLOCKS)
+    assert rows is not None
+    assert rows.data_ptr() == tensor.data_ptr()
+    assert rows.shape == (BLOCKS, tensor[0].numel() * tensor.element_size())
+    for block in range(BLOCKS):
+        begin = block * tensor.stride(0)
+        flat = torch.as_strided(tensor, (tensor[0].numel(),), (1,), begin)
+        assert (rows[block] == flat.view(torch.uint8)).all()

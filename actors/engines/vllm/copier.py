@@ -115,9 +115,13 @@ class BlockCopier:
 
 
 def block_rows(tensor: torch.Tensor, blocks: int) -> torch.Tensor | None:
-    """Return a tensor's bytes as `[blocks, bytes]`, or None if a block is not one run of memory."""
+    """Return a tensor's bytes as `[blocks, bytes]`, or None if a block is not one run of memory.
+
+    Inside a block the axes may lie in any order; their strides are part of a layout's tag.
+    """
     inner = sorted(range(1, tensor.ndim), key=tensor.stride, reverse=True)
     ordered = tensor.permute(BLOCK_DIM, *inner)
-    if tensor.shape[BLOCK_DIM] != blocks or not ordered[0].is_contiguous():
+    apart = tensor.stride(BLOCK_DIM) >= tensor[0].numel()
+    if tensor.shape[BLOCK_DIM] != blocks or not (apart and ordered[0].is_contiguous()):
         return None
     return ordered.flatten(1).view(torch.uint8)
