@@ -258,7 +258,17 @@ class Engine:
             use_tqdm=False,
         )
         self.handed = [output.kv_transfer_params for output in outputs]
+        self.settle()
         return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def settle(self) -> None:
+        """Take the step after the last request, as a server's loop does; `vllm.LLM` leaves it out.
+
+        Until then the engine has not told its workers that a request is over.
+        """
+        core = self.llm.llm_engine.engine_core.engine_core
+        if core.scheduler.has_requests():
+            core.step()
 
     def hits(self) -> Hits:
         """Return vLLM's counts of the connector's prefix hits, since this engine began."""
