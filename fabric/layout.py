@@ -341,13 +341,17 @@ class GroupLayout:
 
         Raises `ConfigError` if the engine's blocks do not fill chunks exactly.
         """
-        is_other = self.kind is GroupKind.OPAQUE and block_tokens != self.block_tokens
-        if block_tokens < 1 or self.chunk_tokens % block_tokens or is_other:
+        if block_tokens < 1 or self.chunk_tokens % block_tokens:
             raise ConfigError(
                 "block_tokens",
-                f"{block_tokens} does not fit chunk_tokens={self.chunk_tokens} of {self.id}",
-                "Give the group a chunk_tokens that is a multiple of the engine's block size, "
-                "and an OPAQUE one that very block size",
+                f"{block_tokens} does not divide chunk_tokens={self.chunk_tokens} of {self.id}",
+                "Give the group a chunk_tokens that is a multiple of the engine's block size",
+            )
+        if self.kind is GroupKind.OPAQUE and block_tokens != self.block_tokens:
+            raise ConfigError(
+                "block_tokens",
+                f"{block_tokens} is not that of {self.id}",
+                "An OPAQUE group is for engines with its block size alone",
             )
         return 1 if self.kind is GroupKind.STATE else self.chunk_tokens // block_tokens
 
