@@ -52,6 +52,8 @@ _MEDIUM_OF: dict[str | None, Medium] = {medium.name: medium for medium in Medium
 }
 
 HashArray = Sequence[int] | npt.NDArray[np.uint64]
+_Run = tuple[int, int, int, int | None]
+"""Start, count, mask of trusted holders, and that without GPUs: None where it is the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,20 +390,15 @@ class PrefixIndex:
             del table[value]
             self._entries -= 1
 
-    def _runs(
-        self, hashes: HashArray, groups: Sequence[int]
-    ) -> list[tuple[int, int, int, int | None]]:
-        """Return runs until nobody holds a chunk.
-
-        Start, count, mask of trusted holders, and that mask without GPUs: None where it is equal.
-        """
+    def _runs(self, hashes: HashArray, groups: Sequence[int]) -> list[_Run]:
+        """Return the runs until nobody holds a chunk."""
         if not len(hashes) or int(hashes[0]) not in self._tables.get(groups[0], {}):
             return []
         values: list[int] = hashes.tolist() if isinstance(hashes, np.ndarray) else list(hashes)
         columns = [
             map(self._tables.get(group, {}).get, values, itertools.repeat(0)) for group in groups
         ]
-        runs: list[tuple[int, int, int, int | None]] = []
+        runs: list[_Run] = []
         gpu, start = self._all(Medium.GPU), 0
         for masks, run in itertools.groupby(zip(*columns, strict=True)):
             mask = self._credit(masks)
