@@ -405,9 +405,8 @@ class PrefixIndex:
             if not mask:
                 break
             count = len(list(run))
-            pooled = None
-            if any(each & gpu for each in masks):
-                pooled = self._credit(tuple(each & ~gpu for each in masks))
+            bare = tuple(each & ~gpu for each in masks)
+            pooled = None if bare == masks else self._credit(bare)
             runs.append((start, count, mask, pooled))
             start += count
         return runs
