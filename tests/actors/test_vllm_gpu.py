@@ -393,7 +393,7 @@ def test_what_is_told_equals_what_is_there(steps, chunk_blocks: int):
 
 
 def test_books_that_do_not_balance_are_found():
-    chunks = GpuChunks({0: GpuGroup(2, (0,))})
+    chunks = GpuChunks({0: GpuGroup(2, (0,), same=True)})
     chunks.learn(0, 0, hashes(1, 2), lambda _key: True)
     chunks.check()
     chunks._ends.clear()

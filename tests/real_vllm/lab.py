@@ -182,6 +182,7 @@ class EngineOptions:
     blocks: int | None = None
     model_tokens_max: int = 1024
     requests_max: int = 8
+    kv_events: bool = False
 
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of `vllm.LLM`."""
@@ -199,6 +200,7 @@ class EngineOptions:
             "max_model_len": self.model_tokens_max,
             "max_num_seqs": self.requests_max,
             "kv_transfer_config": self.transfer and dict(self.transfer),
+            "kv_events_config": {"enable_kv_cache_events": self.kv_events, "publisher": "null"},
         }
 
 

@@ -28,6 +28,8 @@ class GpuGroup:
     blocks_per_chunk: int
     indices: tuple[int, ...]
     """The fabric's cache groups: one, or one for each rank."""
+    same: bool
+    """Whether that is one of the engine's own number: a block's key is a chunk's key then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,9 @@ class GpuChange:
 
     gained: Sequence[ChunkKey] = ()
     lost: Sequence[ChunkKey] = ()
+
+
+NOTHING = GpuChange()
 
 
 class GpuChunks:
@@ -74,25 +79,28 @@ class GpuChunks:
 
     def flush(self, here: Here) -> GpuChange:
         """Return what changed since the last time."""
-        ends: dict[bytes, None] = {}
-        for key in self._touched:
-            group = self._groups.get(key[-GROUP_BYTES:])
-            if group is not None:
-                found = (key,) if group.blocks_per_chunk == 1 else sorted(self._ends.get(key, ()))
-                ends.update(dict.fromkeys(found))
-        self._touched.clear()
+        if not self._touched:
+            return NOTHING
         gained: list[bytes] = []
         lost: list[bytes] = []
+        known, groups = self._whole, self._groups
+        ends: dict[bytes, None] = {}
+        for key in self._touched:
+            group = groups.get(key[-GROUP_BYTES:])
+            if group is None:
+                continue
+            if group.blocks_per_chunk > 1:
+                ends.update(dict.fromkeys(sorted(self._ends.get(key, ()))))
+            elif here(key) is not (key in known):
+                (lost if key in known else gained).append(key)
         for end in ends:
-            whole = all(map(here, self._blocks.get(end, (end,))))
-            if whole and end not in self._whole:
-                self._whole.add(end)
-                gained.append(end)
-            elif not whole and end in self._whole:
-                self._whole.discard(end)
-                lost.append(end)
-            if end in self._blocks and not here(end):
+            if all(map(here, self._blocks[end])) is not (end in known):
+                (lost if end in known else gained).append(end)
+            if not here(end):
                 self._forget(end)
+        self._touched.clear()
+        known.update(gained)
+        known.difference_update(lost)
         return GpuChange(self._keys(gained), self._keys(lost))
 
     def clear(self) -> GpuChange:
@@ -117,8 +125,11 @@ class GpuChunks:
                 del self._ends[key]
 
     def _keys(self, ends: Sequence[bytes]) -> list[ChunkKey]:
-        return [
-            make_key(end[:-GROUP_BYTES], index)
-            for end in ends
-            for index in self._groups[end[-GROUP_BYTES:]].indices
-        ]
+        found: list[ChunkKey] = []
+        for end in ends:
+            group = self._groups[end[-GROUP_BYTES:]]
+            if group.same:
+                found.append(ChunkKey(end))
+            else:
+                found += [make_key(end[:-GROUP_BYTES], index) for index in group.indices]
+        return found

@@ -11,7 +11,8 @@ None of this is promised by vLLM. A pool without these methods is not watched (`
 why): the engine works as ever and its GPU is not announced.
 
 Ownership. The watch owns what it put into the pool, until `close`. Threading: the scheduler's
-thread; a step pays for the blocks that changed in it, about a microsecond each.
+thread; a step pays for the blocks that changed in it, 1 us each, 3 us where chunks are several
+blocks, and 0.2 us if none did (measured on two shared cores).
 """
 
 import inspect
@@ -158,7 +159,9 @@ class GpuSide:
     ) -> None:
         groups = {
             group.engine_group: GpuGroup(
-                group.layout.blocks_per_chunk(group.block_tokens), tuple(geometry.indices(at))
+                group.layout.blocks_per_chunk(group.block_tokens),
+                tuple(geometry.indices(at)),
+                tuple(geometry.indices(at)) == (group.engine_group,),
             )
             for at, group in enumerate(geometry.groups)
         }
