@@ -197,6 +197,7 @@ class EngineOptions:
     order: str | None = None
     hash_tokens: int | None = None
     """Length of a block hash: vLLM lets a model of several cache groups choose it."""
+    kv_events: bool = False
 
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of `vllm.LLM`."""
@@ -215,6 +216,7 @@ class EngineOptions:
             "max_num_seqs": self.requests_max,
             "prefix_match_unit": self.hash_tokens,
             "kv_transfer_config": self.transfer and dict(self.transfer),
+            "kv_events_config": {"enable_kv_cache_events": self.kv_events, "publisher": "null"},
         }
 
 

@@ -29,6 +29,11 @@ def main() -> None:
                     say({"tokens": tokens, "handed": engine.handed})
                 case "hits":
                     say(asdict(engine.hits()))
+                case "cached":
+                    pool = engine.scheduler.kv_cache_manager.block_pool
+                    say([key.hex() for key in pool.cached_block_hash_to_block._cache])
+                case "forget":
+                    say(engine.forget(**command))
                 case other:
                     raise ValueError(f"no such command: {other}")
 

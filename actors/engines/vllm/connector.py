@@ -1,6 +1,7 @@
 """`KVFabricConnector`: vLLM's connector interface over the two halves."""
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportUnknownParameterType=false
 
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from ....fabric.errors import ConfigError, Unsupported
 from ....tiers.pool.client import PoolClient
 from .describe import describe_cache
 from .geometry import CacheGeometry
+from .gpu_watch import GpuSide, problem_of
 from .namespace import engine_namespace
 from .scheduler import HOST, SchedulerSide, written_blocks
 from .settings import POOL_TIMEOUT_S, LoadMode, read_settings
@@ -35,6 +37,7 @@ from .transfers import StepPlan, WorkerReport
 from .worker import WorkerSide
 
 PEER = "peer"
+LOG = logging.getLogger("kvfabric.vllm")
 
 
 @dataclass
@@ -95,6 +98,8 @@ class KVFabricConnector(KVConnectorBase_V1, SupportsHMA):
         self._clock = SystemClock()
         self._geometry: CacheGeometry | None = None
         self._scheduler: SchedulerSide | None = None
+        self._block_pool: Any = None
+        self._gpu: GpuSide | None = None
         self._worker: WorkerSide | None = None
 
     @property
@@ -107,6 +112,9 @@ class KVFabricConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.close()
             self._worker = None
+        if self._gpu is not None:
+            self._gpu.close()
+            self._gpu = None
         if self._scheduler is not None:
             self._scheduler.close()
             self._scheduler = None
@@ -188,6 +196,10 @@ class KVFabricConnector(KVConnectorBase_V1, SupportsHMA):
 
     # The scheduler's hooks.
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Get the pool whose blocks are announced."""
+        self._block_pool = gpu_block_pool
+
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
@@ -204,6 +216,7 @@ class KVFabricConnector(KVConnectorBase_V1, SupportsHMA):
             self._settings, self._geometry, self._hash_tokens, self._attach, self._clock
         )
         self._scheduler.open()
+        self._watch_gpu(self._scheduler)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -277,9 +290,11 @@ class KVFabricConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.observed(report, connector_output.finished_recving or ())
 
     def take_events(self) -> Iterable[Any]:
-        """Called once for each step's output. The pool publishes its own events."""
+        """Called once for each step's output. The pool publishes events, this engine's too."""
         if self._scheduler is not None:
             self._scheduler.step_over()
+        if self._gpu is not None:
+            self._gpu.step_over()
         return ()
 
     def request_finished(
@@ -300,7 +315,20 @@ class KVFabricConnector(KVConnectorBase_V1, SupportsHMA):
         """From now on find nothing that is in the fabric."""
         if self._scheduler is not None:
             self._scheduler.reset()
+        if self._gpu is not None:
+            self._gpu.pool_changed()
         return True
+
+    def _watch_gpu(self, scheduler: SchedulerSide) -> None:
+        problem = "no block pool" if self._block_pool is None else problem_of(self._block_pool)
+        if problem:
+            LOG.warning("this vLLM cannot be watched (%s): its GPU is not announced", problem)
+            return
+        assert self._geometry is not None
+        self._gpu = GpuSide(
+            self._block_pool, self._geometry, self._hash_tokens, lambda: scheduler.client
+        )
+        self._gpu.start()
 
     def _attach(self, resets: int) -> PoolClient:
         assert self._geometry is not None

@@ -73,6 +73,11 @@ class SchedulerSide:
         """Attach to the pool, or begin to try. Raises what the pool refuses."""
         self._link.open()
 
+    @property
+    def client(self) -> PoolClient | None:
+        """The pool client of the present namespace, unless the pool is away. For any thread."""
+        return self._link.client
+
     def matched(self, request: EngineRequest, local_tokens: int) -> int | None:
         """Return how many tokens beyond the local prefix can be loaded. None: ask again."""
         client = self._link.client

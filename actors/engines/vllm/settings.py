@@ -36,8 +36,12 @@ ASKERS_MAX = 8
 """Questions to the pool that may wait for peers and tiers at once. Each is a thread that sleeps."""
 ASKS_WAITING_MAX = 256
 """Requests that may wait for an asker; those beyond compute."""
-
-
+TELL_EVERY_S = 0.05
+"""How often the pool hears what the engine's own cache gained and lost: a router that is 50 ms late
+misses a prefix now and then, and 20 messages a second cost nobody anything."""
+NEWS_WAITING_MAX = 32_768
+"""Changes that wait for a pool that is away; beyond it all is told anew, which is not much longer.
+One message."""
 SAVE_SLICE_CHUNKS = 64
 """Chunks that are reserved, copied and committed at once: what is thrown away if the engine needs
 their blocks, or if the pool has no room for all of them."""
