@@ -185,6 +185,25 @@ def test_a_pool_that_refuses_fails_the_load_and_ends_nothing(bench, mode) -> Non
     assert not bench.stored()
 
 
+def test_a_copy_that_fails_ends_no_thread(bench, monkeypatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no such block")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(BlockCopier, "pack", fail)
+        bench.save(save(0, run(0, [1, 2])))
+        bench.until_saved(0)
+    assert not bench.stored()
+    bench.save(save(1, run(0, [1, 2])))
+    bench.until_saved(1)
+    with monkeypatch.context() as broken:
+        broken.setattr(BlockCopier, "unpack", fail)
+        bench.load(load(run(0, [11, 12])))
+    assert bench.finished == Finished({"r"}, {"r"}, {11, 12})
+    bench.load(load(run(0, [11, 12]), request="s"))
+    assert bench.finished == Finished({"r", "s"}, {"r"}, {11, 12})
+
+
 def test_a_load_of_nothing_is_over_and_did_not_fail(bench) -> None:
     bench.load(load())
     assert bench.finished == Finished({"r"})

@@ -6,9 +6,6 @@ imported by the first engine, so that this file can be read where vLLM is not in
 An engine lives in the process that makes it, scheduler and worker in one thread: what a test looks
 at is what the engine did. vLLM keeps its groups of ranks and its connector once per process, and an
 engine that ends takes them along: of two engines that are alive at once one is a `ChildEngine`.
-
-Models have random weights from a fixed seed, as wide as those of a trained one: with vLLM's dummy
-weights attention hardly looks at positions, and wrong KV could go unnoticed.
 """
 
 import gc
@@ -41,13 +38,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 """One thread for each engine: these models are too small for two, and two engines would fight."""
-VOCABULARY = 512
-PLAIN = "plain"
-HYBRID = "hybrid"
-WINDOW_TOKENS = 64
-MODEL_TOKENS_MAX = 2048
 KV_BYTES = 64 << 20
-WEIGHT_SEED = 11
 SLOT_BYTES = 128 << 10
 """A chunk of 128 tokens of one cache group of either model, the largest here."""
 SLOTS = 512
@@ -70,6 +61,10 @@ def beside(name: str) -> Any:
     return module
 
 
+models = beside("lab_models")
+PLAIN, HYBRID, make_model = models.PLAIN, models.HYBRID, models.make_model
+
+
 def until(condition: Callable[[], Any], within_s: float = 5.0, what: str = "") -> Any:
     """Look until the condition is true and return what it said; fail when the time is over."""
     deadline_s = CLOCK.now_s() + within_s
@@ -82,78 +77,13 @@ def until(condition: Callable[[], Any], within_s: float = 5.0, what: str = "") -
 def prompt(number: int, length: int, shared: int = 0) -> Tokens:
     """Return a prompt of random tokens; prompts agree in their first `shared` tokens."""
     head, tail = random.Random("shared"), random.Random(number)
-    return [(head if at < shared else tail).randrange(10, VOCABULARY - 10) for at in range(length)]
+    last = models.VOCABULARY - 10
+    return [(head if at < shared else tail).randrange(10, last) for at in range(length)]
 
 
 def whole(tokens: int, step: int) -> int:
     """Return how many of the tokens are whole steps: what a prefix of them can give."""
     return tokens - tokens % step
-
-
-# Models
-
-
-def make_model(folder: Path, kind: str = PLAIN) -> Path:
-    """Write a model's folder: plain attention, or every second layer with a sliding window."""
-    from safetensors.torch import save_file
-
-    layers = 2 if kind == PLAIN else 4
-    config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "torch_dtype": "float32",
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": MODEL_TOKENS_MAX,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "tie_word_embeddings": False,
-        "rope_theta": 10000.0,
-    }
-    if kind == HYBRID:
-        config["layer_types"] = ["sliding_attention", "full_attention"] * (layers // 2)
-        config["sliding_window"] = WINDOW_TOKENS
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(_weights(layers), str(folder / "model.safetensors"), metadata={"format": "pt"})
-    return folder
-
-
-def _weights(layers: int) -> dict[str, Any]:
-    import torch
-
-    generator = torch.Generator().manual_seed(WEIGHT_SEED)
-
-    def drawn(rows: int, columns: int) -> Any:
-        return torch.randn(rows, columns, generator=generator) * 0.2
-
-    weights = {
-        "model.embed_tokens.weight": drawn(VOCABULARY, 128),
-        "lm_head.weight": drawn(VOCABULARY, 128),
-        "model.norm.weight": torch.ones(128),
-    }
-    for layer in range(layers):
-        shapes = {
-            "self_attn.q_proj": (128, 128),
-            "self_attn.k_proj": (64, 128),
-            "self_attn.v_proj": (64, 128),
-            "self_attn.o_proj": (128, 128),
-            "mlp.gate_proj": (256, 128),
-            "mlp.up_proj": (256, 128),
-            "mlp.down_proj": (128, 256),
-        }
-        for name, (rows, columns) in shapes.items():
-            weights[f"model.layers.{layer}.{name}.weight"] = drawn(rows, columns)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"model.layers.{layer}.{name}.weight"] = torch.ones(128)
-    return weights
 
 
 # Engines

@@ -147,6 +147,8 @@ class _Asker:
             state = AskState.DONE
         except FabricError as error:
             LOG.warning("a question to the pool failed: %s", error)
+        except Exception:  # the requests behind this one would wait their whole time
+            LOG.exception("a question to the pool failed")
         with self._lock:
             ask.origins, ask.pins, ask.state = tuple(origins), pins, state
             self._load -= 1

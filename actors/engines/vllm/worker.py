@@ -164,6 +164,8 @@ class WorkerSide:
                 LOG.debug("save %d was thrown away", saving.job.job)
             except FabricError as error:
                 LOG.warning("save %d: %s", saving.job.job, error)
+            except Exception:  # of a copy, say: whoever waits for this thread would wait for ever
+                LOG.exception("save %d", saving.job.job)
             saving.over.set()
             with self._lock:
                 self._report.saved.append(saving.job.job)
@@ -182,6 +184,8 @@ class WorkerSide:
             silent = True
         except FabricError as error:
             LOG.warning("load of %s: %s", job.request_id, error)
+        except Exception:  # of a copy, say: the request would wait for ever
+            LOG.exception("load of %s", job.request_id)
         with self._lock:
             self._finished.requests.add(job.request_id)
             self._report.silent |= silent
