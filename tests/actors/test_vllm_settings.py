@@ -1,5 +1,7 @@
 """The connector's settings: every bad value is one sentence that names the field."""
 
+from pathlib import Path
+
 import pytest
 
 from kvfabric.actors.engines.vllm.settings import (
@@ -86,3 +88,10 @@ def test_settings_are_frozen() -> None:
     settings = read_settings({"pool": POOL}, {})
     with pytest.raises(ValueError, match="frozen"):
         settings.pool = "other"
+
+
+def test_the_page_says_every_setting() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    table = page.partition("| setting | default | meaning |")[2].partition("\n\n")[0]
+    said = [row.split("|")[1].strip(" `") for row in table.splitlines()[2:]]
+    assert said == list(ConnectorSettings.model_fields)
