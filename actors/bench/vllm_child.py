@@ -3,8 +3,8 @@
 Each line is answered with one line of JSON. The engine ends when standard input closes.
 
 Unless its core is to live apart, the scheduler runs in this process and the worker in one of its
-own, as vLLM has it with several ranks and for a server on a CPU. Then every call that the scheduler makes
-to its connector is timed: what a hook takes is what the engine's loop stands still for.
+own, as vLLM has it with several ranks and for a server on a CPU. Then every call that the scheduler
+makes to its connector is timed: what a hook takes is what the engine's loop stands still for.
 """
 # pyright: reportMissingImports=false
 
