@@ -86,7 +86,7 @@ class Sizes:
 
 
 def bench_vllm(clock: Clock, sizes: Sizes | None = None) -> Sequence[Row]:
-    """Return the rows of this benchmark. Takes about 5 min and 5 GiB of memory."""
+    """Return the rows of this benchmark. Takes about 5 min."""
     if importlib.util.find_spec("vllm") is None:
         raise Refused(
             "vllm",

@@ -3,8 +3,8 @@
 Each line is answered with one line of JSON. The engine ends when standard input closes.
 
 Unless its core is to live apart, the scheduler runs in this process and the worker in one of its
-own, as vLLM has it with several ranks and always on a CPU. Then every call that the scheduler makes
-to its connector is timed: what a hook takes is what the engine's loop stands still for.
+own, as vLLM has it with several ranks and for a server on a CPU. Then every call that the scheduler
+makes to its connector is timed: what a hook takes is what the engine's loop stands still for.
 """
 # pyright: reportMissingImports=false
 
@@ -22,7 +22,7 @@ from ...fabric.errors import Unavailable
 
 LOOKUP = "get_num_new_matched_tokens"
 SETTLE_S = 20.0
-"""For what an engine still does after its last answer: files of a prompt take a second here."""
+"""For what an engine still does after its last answer, such as writing files."""
 SETTLE_LOOK_S = 0.005
 FIRST_TOKEN, LAST_TOKEN = 10, 500
 

@@ -34,7 +34,7 @@ BATCH_TOKENS = 8192
 """Tokens of a step at most: vLLM's default for a server on large GPUs."""
 OUTPUT_TOKENS_MAX = 64
 START_S = 180.0
-"""Importing vLLM takes 6 s on an idle machine and 20 s on a busy one, in three processes."""
+"""Importing vLLM took up to 20 s on a busy machine, and several processes of an engine do it."""
 ANSWER_S = 120.0
 END_S = 20.0
 TAIL_CHARACTERS = 600
