@@ -32,7 +32,7 @@ from .geometry import CacheGeometry
 from .gpu_watch import GpuSide, problem_of
 from .namespace import engine_namespace
 from .scheduler import HOST, SchedulerSide, written_blocks
-from .settings import POOL_TIMEOUT_S, LoadMode, read_settings
+from .settings import COPY_TIMEOUT_S, POOL_TIMEOUT_S, LoadMode, read_settings
 from .transfers import StepPlan, WorkerReport
 from .worker import WorkerSide
 
@@ -137,7 +137,12 @@ class KVFabricConnector(KVConnectorBase_V1, SupportsHMA):
                 "is sync for a model with a sliding window",
                 "Use async: a load that failed within a step leaves no window to go on from",
             )
-        self._worker = WorkerSide(self._geometry, copier, self._attach, self._clock)
+        self._worker = WorkerSide(
+            self._geometry,
+            copier,
+            lambda resets: self._attach(resets, COPY_TIMEOUT_S),
+            self._clock,
+        )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return this rank's geometry."""
@@ -330,11 +335,11 @@ class KVFabricConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._gpu.start()
 
-    def _attach(self, resets: int) -> PoolClient:
+    def _attach(self, resets: int, timeout_s: float = POOL_TIMEOUT_S) -> PoolClient:
         assert self._geometry is not None
         namespace = engine_namespace(
             self._config, self._settings, self._geometry, self._hash_tokens, resets
         )
         return PoolClient.attach(
-            self._settings.pool, namespace, self._geometry.wire_groups, timeout_s=POOL_TIMEOUT_S
+            self._settings.pool, namespace, self._geometry.wire_groups, timeout_s=timeout_s
         )

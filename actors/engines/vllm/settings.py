@@ -19,6 +19,9 @@ POOL_VARIABLE = "KVFABRIC_POOL"
 POOL_TIMEOUT_S = 0.4
 """For an answer of the pool of this node, beside what the question itself may wait. A pool that is
 well answers in a millisecond; one that is busy with a full batch of commits takes 50."""
+COPY_TIMEOUT_S = 1.0
+"""The same for the workers' loads and saves, which nobody else waits for. On a busy machine a pool
+that has just taken 1,000 chunks has needed 0.4 s to pin as many."""
 PAUSE_S = 1.0
 """How long nobody asks a pool that did not answer. It is about as long as a pool takes to restart,
 and makes a dead one cost one request in a second, not every request."""
