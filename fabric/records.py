@@ -38,11 +38,11 @@ PAGE_BYTES = 4096
 """The header's room, and the alignment of the parts after it."""
 
 KEY_BYTES_MIN = 12
+"""The low 64 bits of a digest and a group index: what the tag of a key is made from."""
 _GROUP_FACTOR = 0x9E3779B97F4A7C15
 _WORD_MAX = (1 << 64) - 1
 _LOW_WORD = 3
 """Of a record whose key has 32 bytes of digest: the digest's last eight, big-endian."""
-"""The low 64 bits of a digest and a group index: what the tag of a key is made from."""
 
 RECORD_BYTES = 128
 IDENTITY_BYTES = 56
