@@ -3,10 +3,12 @@
 
 BIN := .venv/bin
 READY := .venv/ready
+VLLM_BIN := .venv-vllm/bin
+VLLM_READY := .venv-vllm/ready
 PYTHON ?=
 ARGS ?=
 
-.PHONY: help demo test lint format soak gpu bench docs install clean
+.PHONY: help demo test lint format soak gpu bench docs install vllm test-vllm clean
 
 help:
 	@echo "make demo    two nodes of a local Ray cluster share one KV cache (ARGS: see kvfabric demo --help)"
@@ -16,6 +18,8 @@ help:
 	@echo "make soak    the long random suites, from a new seed or KVFABRIC_SEED"
 	@echo "make gpu     every check that needs a GPU"
 	@echo "make bench   the benchmarks (ARGS: which, --json)"
+	@echo "make vllm    .venv-vllm: a real vLLM on the CPU, with kvfabric (2.3 GB)"
+	@echo "make test-vllm  the tests with a real vLLM (ARGS: options of pytest)"
 	@echo "make docs    docs/metrics.md from the table in the code"
 	@echo "make clean   remove .venv and everything built"
 
@@ -53,10 +57,17 @@ docs: $(READY)
 	$(BIN)/python -P -c 'from kvfabric.fabric.metrics import markdown; print(markdown(), end="")' > docs/metrics.new
 	mv docs/metrics.new docs/metrics.md
 
+# vLLM pins other versions of what both need, so it lives in an environment of its own.
+vllm: $(VLLM_READY)
+
+test-vllm: $(VLLM_READY)
+	$(VLLM_BIN)/pytest -m real_vllm tests/real_vllm $(ARGS)
+
 install: $(READY)
 
-$(READY): pyproject.toml constraints.txt
-	@python="$(PYTHON)"; found=""; \
+# Sets `found` to a Python that will do, or stops and says what to do.
+define FIND_PYTHON
+python="$(PYTHON)"; found=""; \
 	for each in $${python:-python3.11 python3.12 python3.13 python3 python}; do \
 		if "$$each" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
 		then found="$$each"; break; fi; \
@@ -65,12 +76,24 @@ $(READY): pyproject.toml constraints.txt
 		echo "kvfabric needs Python 3.11 or newer; none of these is: $${python:-python3.11 python3.12 python3.13 python3 python}." >&2; \
 		echo "Install one, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; \
 		exit 1; \
-	fi; \
+	fi
+endef
+
+$(VLLM_READY): pyproject.toml constraints-vllm.txt
+	@$(FIND_PYTHON); \
+	echo "making .venv-vllm with $$("$$found" --version), 2.3 GB and about two minutes with a fast network"; \
+	"$$found" -m venv .venv-vllm
+	$(VLLM_BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -r constraints-vllm.txt
+	$(VLLM_BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -e .
+	@touch $(VLLM_READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(FIND_PYTHON); \
 	echo "making .venv with $$("$$found" --version), a few GB and about a minute with a fast network"; \
 	"$$found" -m venv .venv
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(READY)
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage
+	rm -rf .venv .venv-vllm build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,8 +10,13 @@ without anything between them. A page is one layer of it:
 - STATE: the model's recurrent state after the last token of the chunk: its sections one after the
   other (say convolution, then state space), each with the parts of the ranks in rank order.
 
-Everything here is arithmetic on bytes. Nothing depends on the engine's block size, on its own
-layout or on the number of ranks: those only say which runs of the chunk a copy touches.
+A group whose engine keeps its bytes in a way that cannot be described is OPAQUE: a chunk is then
+the engine's own blocks one after the other, each with all layers, and only engines whose `tag` is
+the same can share it.
+
+Everything here is arithmetic on bytes. But for OPAQUE groups nothing depends on the engine's block
+size, on its own layout or on the number of ranks: those only say which runs of the chunk a copy
+touches.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,6 +32,10 @@ LAYOUT_VERSION = "kvf1"
 
 ROW_ALIGN_BYTES = 16
 """The widest word that a GPU thread loads at once."""
+SIZES = frozenset(
+    {"kv_heads", "head_dim", "element_bytes", "row_bytes", "block_bytes", "block_tokens"}
+)
+"""Fields that count something and belong to some kinds only."""
 
 
 class GroupKind(IntEnum):
@@ -35,6 +44,7 @@ class GroupKind(IntEnum):
     DENSE = 0
     MLA = 1
     STATE = 2
+    OPAQUE = 3
 
 
 class Half(IntEnum):
@@ -82,7 +92,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLayout:
-    """The shape of one cache group. Make it with `dense`, `mla` or `state`.
+    """The shape of one cache group. Make it with `dense`, `mla`, `state` or `opaque`.
 
     Raises `ConfigError` that names the field for a shape that cannot be.
     """
@@ -100,6 +110,12 @@ class GroupLayout:
     """Bytes of each section of the state, over all ranks. A rank holds an equal part of each."""
     window_tokens: int | None = None
     """Attention sees this many tokens, the current one among them. None: all of them."""
+    block_bytes: int = 0
+    """All layers of one block of an OPAQUE group."""
+    block_tokens: int = 0
+    """Tokens of one block of an OPAQUE group."""
+    tag: str = ""
+    """Everything that decides where a byte of an OPAQUE block lies: engine, backend, and so on."""
 
     @classmethod
     def dense(
@@ -146,18 +162,54 @@ class GroupLayout:
             chunk_tokens=chunk_tokens,
         )
 
+    @classmethod
+    def opaque(
+        cls,
+        layers: int,
+        block_bytes: int,
+        block_tokens: int,
+        chunk_tokens: int,
+        tag: str,
+        *,
+        window_tokens: int | None = None,
+    ) -> "GroupLayout":
+        """Describe a group whose blocks only engines with the same `tag` can read."""
+        return cls(
+            kind=GroupKind.OPAQUE,
+            layers=layers,
+            block_bytes=block_bytes,
+            block_tokens=block_tokens,
+            chunk_tokens=chunk_tokens,
+            tag=tag,
+            window_tokens=window_tokens,
+        )
+
     def __post_init__(self) -> None:
         needed = {
             GroupKind.DENSE: ("kv_heads", "head_dim", "element_bytes"),
             GroupKind.MLA: ("row_bytes",),
             GroupKind.STATE: (),
+            GroupKind.OPAQUE: ("block_bytes", "block_tokens"),
         }[self.kind]
         for field in ("layers", "chunk_tokens", *needed):
             if getattr(self, field) < 1:
                 raise ConfigError(field, f"is {getattr(self, field)}", "It must be at least 1")
-        for field in {"kv_heads", "head_dim", "element_bytes", "row_bytes"}.difference(needed):
+        for field in SIZES.difference(needed):
             if getattr(self, field):
                 raise ConfigError(field, f"has no meaning for {self.kind.name}", "Leave it out")
+        is_opaque = self.kind is GroupKind.OPAQUE
+        if is_opaque != bool(self.tag) or not set(self.tag).isdisjoint("/,:"):
+            raise ConfigError(
+                "tag",
+                f"is {self.tag!r} for {self.kind.name}",
+                "Give OPAQUE a tag without '/', ',' and ':', and other kinds none",
+            )
+        if is_opaque and self.chunk_tokens % self.block_tokens:
+            raise ConfigError(
+                "chunk_tokens",
+                f"{self.chunk_tokens} is not a multiple of blocks of {self.block_tokens}",
+                "Give whole blocks: an OPAQUE block cannot be split",
+            )
         is_state = self.kind is GroupKind.STATE
         if is_state != bool(self.state_sections) or min(self.state_sections, default=1) < 1:
             raise ConfigError(
@@ -189,11 +241,15 @@ class GroupLayout:
             return len(Half) * self.kv_heads * self.head_bytes
         if self.kind is GroupKind.MLA:
             return self.chunk_tokens * self.row_stride_bytes
+        if self.kind is GroupKind.OPAQUE:
+            raise Malformed(f"page of {self.id}", "an opaque block has no pages")
         return sum(self.state_sections)
 
     @property
     def chunk_bytes(self) -> int:
         """All layers."""
+        if self.kind is GroupKind.OPAQUE:
+            return self.chunk_tokens // self.block_tokens * self.block_bytes
         return self.layers * self.page_bytes
 
     @property
@@ -204,6 +260,8 @@ class GroupLayout:
             fields += [("h", self.kv_heads), ("d", self.head_dim), ("e", self.element_bytes)]
         elif self.kind is GroupKind.MLA:
             fields += [("r", self.row_bytes)]
+        elif self.kind is GroupKind.OPAQUE:
+            fields += [("b", self.block_bytes), ("k", self.block_tokens), ("x", self.tag)]
         else:
             fields += [("s", "+".join(str(section) for section in self.state_sections))]
         fields += [("t", self.chunk_tokens)]
@@ -234,6 +292,8 @@ class GroupLayout:
         `Unsupported` where heads or sections cannot be dealt out evenly.
         """
         self._require("tensor-parallel rank", rank, size)
+        if self.kind is GroupKind.OPAQUE:
+            raise Malformed(f"share of {self.id}", "each rank has opaque chunks of its own")
         if self.kind is GroupKind.MLA:
             return Share(rank, size, 0, 1, rank, size)
         if self.kind is GroupKind.STATE:
@@ -286,6 +346,12 @@ class GroupLayout:
                 "block_tokens",
                 f"{block_tokens} does not divide chunk_tokens={self.chunk_tokens} of {self.id}",
                 "Give the group a chunk_tokens that is a multiple of the engine's block size",
+            )
+        if self.kind is GroupKind.OPAQUE and block_tokens != self.block_tokens:
+            raise ConfigError(
+                "block_tokens",
+                f"{block_tokens} is not that of {self.id}",
+                "An OPAQUE group is for engines with its block size alone",
             )
         return 1 if self.kind is GroupKind.STATE else self.chunk_tokens // block_tokens
 

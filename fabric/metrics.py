@@ -66,6 +66,16 @@ TABLE: tuple[Metric, ...] = (
         "Bytes in slots whose owner went silent while it might still write.",
     ),
     Metric(
+        "kvfabric_gpu_chunks",
+        Kind.GAUGE,
+        "Chunks that the node's engines have in their own caches, once for each engine.",
+    ),
+    Metric(
+        "kvfabric_gpu_chunks_refused_total",
+        Kind.COUNTER,
+        "Chunks on GPUs that were not announced, because the pool knows too many already.",
+    ),
+    Metric(
         "kvfabric_stored_bytes_total",
         Kind.COUNTER,
         "Bytes put in place and published: committed to the host region, stored in a tier.",

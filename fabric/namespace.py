@@ -1,7 +1,8 @@
 """The namespace: everything that must agree before two engines may share bytes.
 
 The engine's own block size stays out, because it only has to divide `chunk_tokens`. So do the sizes
-of tensor parallelism: every rank writes its heads into the same canonical chunk.
+of tensor parallelism: every rank writes its heads into the same canonical chunk. OPAQUE groups are
+the exception; their layout id names both.
 """
 
 import hashlib

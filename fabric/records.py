@@ -30,7 +30,7 @@ import xxhash
 
 from .checksum import ALGORITHM_XXH3_PIECES
 from .errors import Corrupt, Malformed
-from .types import KEY_BYTES_MAX, NAMESPACE_BYTES, ChunkKey, NamespaceId, SlotState
+from .types import KEY_BYTES_MAX, NAMESPACE_BYTES, ChunkKey, KeyBatch, NamespaceId, SlotState
 
 MAGIC = b"KVFABCTL"
 VERSION = 1
@@ -39,6 +39,10 @@ PAGE_BYTES = 4096
 
 KEY_BYTES_MIN = 12
 """The low 64 bits of a digest and a group index: what the tag of a key is made from."""
+_GROUP_FACTOR = 0x9E3779B97F4A7C15
+_WORD_MAX = (1 << 64) - 1
+_LOW_WORD = 3
+"""Of a record whose key has 32 bytes of digest: the digest's last eight, big-endian."""
 
 RECORD_BYTES = 128
 IDENTITY_BYTES = 56
@@ -260,6 +264,8 @@ def lookups_of(
     shape [len(keys)], uint64. Raises `Malformed` for bytes that cannot be a key.
     """
     rows = np.empty((len(keys), IDENTITY_BYTES), np.uint8)
+    if isinstance(keys, KeyBatch) and keys.key_bytes == KEY_BYTES_MAX:
+        return _batch_lookups(namespace, keys, rows)
     lengths = set(map(len, keys))
     if lengths == {KEY_BYTES_MAX}:
         joined = b"".join(keys)
@@ -275,6 +281,18 @@ def lookups_of(
     return rows.view("<u8"), tags
 
 
+def _batch_lookups(
+    namespace: bytes, keys: KeyBatch, rows: npt.NDArray[np.uint8]
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """As `lookups_of` for keys of one group and 32 bytes of digest, with fewer passes."""
+    rows[:, :KEY_BYTES_MAX] = np.frombuffer(keys.joined, np.uint8).reshape(-1, KEY_BYTES_MAX)
+    rows[:, KEY_BYTES_MAX:40] = _KEY_BYTES_MAX_LE
+    rows[:, 40:] = np.frombuffer(namespace, np.uint8, NAMESPACE_BYTES)
+    words = rows.view("<u8")
+    low = words[:, _LOW_WORD].byteswap()
+    return words, _mixed(low, keys.group * _GROUP_FACTOR & _WORD_MAX, namespace)
+
+
 def _mix(namespace: bytes, joined: bytes, key_bytes: int) -> npt.NDArray[np.uint64]:
     fields = np.dtype(
         {
@@ -285,15 +303,25 @@ def _mix(namespace: bytes, joined: bytes, key_bytes: int) -> npt.NDArray[np.uint
         }
     )
     keys = np.frombuffer(joined, fields)
-    mixed = keys["low"].astype(np.uint64)
-    mixed ^= keys["group"].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    mixed ^= np.uint64(xxhash.xxh3_64_intdigest(namespace))
-    mixed ^= mixed >> np.uint64(30)
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
-    return mixed
+    groups = keys["group"].astype(np.uint64) * np.uint64(_GROUP_FACTOR)
+    return _mixed(keys["low"].astype(np.uint64), groups, namespace)
+
+
+def _mixed(
+    low: npt.NDArray[np.uint64], groups: npt.NDArray[np.uint64] | int, namespace: bytes
+) -> npt.NDArray[np.uint64]:
+    """Mix the low words of digests, in place, with their groups and the namespace."""
+    if isinstance(groups, int):
+        low ^= np.uint64(groups ^ xxhash.xxh3_64_intdigest(namespace))
+    else:
+        low ^= groups
+        low ^= np.uint64(xxhash.xxh3_64_intdigest(namespace))
+    low ^= low >> np.uint64(30)
+    low *= np.uint64(0xBF58476D1CE4E5B9)
+    low ^= low >> np.uint64(27)
+    low *= np.uint64(0x94D049BB133111EB)
+    low ^= low >> np.uint64(31)
+    return low
 
 
 def _page_up(size_bytes: int) -> int:

@@ -1,8 +1,11 @@
 """The words that every room shares. Values only: frozen, comparable, picklable."""
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NewType
+from typing import NewType, cast, overload
+
+from .errors import Malformed
 
 ChunkKey = NewType("ChunkKey", bytes)
 """Content address of a chunk in a namespace: block digest, then group index (4 bytes, big-endian).
@@ -21,6 +24,49 @@ NAMESPACE_BYTES = 16
 def make_key(block_digest: bytes, group: int) -> ChunkKey:
     """Join the digest of the last block of a chunk with the index of its cache group."""
     return ChunkKey(block_digest + group.to_bytes(GROUP_BYTES, "big"))
+
+
+def make_keys(block_digests: Iterable[bytes], group: int) -> list[ChunkKey]:
+    """Return `make_key` of each digest."""
+    suffix = group.to_bytes(GROUP_BYTES, "big")
+    return cast("list[ChunkKey]", [digest + suffix for digest in block_digests])
+
+
+class KeyBatch(Sequence[ChunkKey]):
+    """Keys of one cache group, as `make_key` makes them, whose bytes lie in one piece.
+
+    A prompt has thousands of chunks and a scheduler's loop waits for their lookup: joining the
+    digests takes a tenth of the time of making the keys one by one. They are made when looked at.
+    """
+
+    __slots__ = ("group", "joined", "key_bytes")
+
+    def __init__(self, block_digests: Sequence[bytes], group: int) -> None:
+        """Raise `Malformed` if the digests are not all equally long."""
+        count = len(block_digests)
+        self.group = group
+        self.key_bytes = len(block_digests[0]) + GROUP_BYTES if count else GROUP_BYTES
+        suffix = group.to_bytes(GROUP_BYTES, "big")
+        self.joined = suffix.join(block_digests) + suffix if count else b""
+        if len(self.joined) != count * self.key_bytes:
+            raise Malformed("block digests", "they are not all equally long")
+
+    def __len__(self) -> int:
+        return len(self.joined) // self.key_bytes
+
+    @overload
+    def __getitem__(self, index: int) -> ChunkKey: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[ChunkKey]: ...
+    def __getitem__(self, index: int | slice) -> ChunkKey | Sequence[ChunkKey]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        begin = range(len(self))[index] * self.key_bytes
+        return ChunkKey(self.joined[begin : begin + self.key_bytes])
+
+    def __iter__(self) -> Iterator[ChunkKey]:
+        for begin in range(0, len(self.joined), self.key_bytes):
+            yield ChunkKey(self.joined[begin : begin + self.key_bytes])
 
 
 def key_digest(key: ChunkKey) -> bytes:
@@ -114,11 +160,16 @@ class Chunk:
     """Of the bytes in the slot (`fabric.checksum`); 0 while they are still to come."""
 
 
+ANY_NODE = ""
+"""Whoever answers at an endpoint: routers of other projects name a host and a port and no node."""
+
+
 @dataclass(frozen=True, slots=True)
 class SourceRange:
     """From whom to pull a run of a request's chunks."""
 
     node: str
+    """Its name, which must be the one that answers; `ANY_NODE` if only the endpoint is known."""
     endpoint: str
     start: int
     count: int

@@ -55,6 +55,10 @@ class Attached(Body, frozen=True, tag="attached"):
     segment_paths: list[str]
     slot_bytes: int
     lease_s: float
+    media: list[str]
+    """Names of the pool's tiers below host memory, fastest first."""
+    peer_endpoint: str
+    """Where other pools and routers reach it; empty if it serves no peers."""
 
 
 class Refused(Body, frozen=True, tag="refused"):
@@ -156,6 +160,18 @@ class Drop(Body, frozen=True, tag="drop"):
     generations: list[int]
 
 
+class OnGpu(Body, frozen=True, tag="gpu"):
+    """What the sender's engine has in its own cache, in keys of whole chunks.
+
+    Sent twice it changes nothing more. `BATCH_CHUNKS_MAX` keys in all.
+    """
+
+    whole: bool
+    """`stored` is all that it has: whatever was said before is over."""
+    stored: list[bytes]
+    removed: list[bytes]
+
+
 class Renew(Body, frozen=True, tag="renew"):
     """I am alive: extend all my leases."""
 
@@ -227,7 +243,7 @@ class Bye(Body, frozen=True, tag="bye"):
 
 Message = (
     Attach | Attached | Refused | Reserve | ReserveReply | Commit | CommitReply | Abort | Pin
-    | PinReply | Release | ReleaseReply | Drop | Renew | Detach | Ok | StatsAsk | StatsReply
+    | PinReply | Release | ReleaseReply | Drop | OnGpu | Renew | Detach | Ok | StatsAsk | StatsReply
     | Stale | Hello | Welcome | Lease | Grant | Bye
 )  # fmt: skip
 """Every body that may travel. Release and Renew serve clients and peers alike."""

@@ -161,7 +161,7 @@ def require_place(plot: Path) -> None:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="pool or p2p")],
+    name: Annotated[str, typer.Argument(help="pool, p2p, or vllm (in .venv-vllm)")],
     *,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines instead of a table.")] = False,
     debug: Debug = False,

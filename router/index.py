@@ -52,6 +52,8 @@ _MEDIUM_OF: dict[str | None, Medium] = {medium.name: medium for medium in Medium
 }
 
 HashArray = Sequence[int] | npt.NDArray[np.uint64]
+_Run = tuple[int, int, int, int | None]
+"""Start, count, mask of trusted holders, and that without GPUs: None where it is the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,12 @@ class Span:
     count: int
     holders: dict[str, Medium]
     """By source, the nearest medium in which every group of these chunks is."""
+    pooled: dict[str, Medium] | None = None
+    """The same without GPUs, whose chunks no pool can give; None: nothing is on one."""
+
+    def in_pool(self, source: str) -> Medium | None:
+        """Return the nearest medium from which a source's pool gives these chunks."""
+        return (self.holders if self.pooled is None else self.pooled).get(source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +246,10 @@ class PrefixIndex:
         the first chunk that nobody holds: behind it nothing is a prefix.
         """
         return tuple(
-            Span(start, count, self._holders(mask))
-            for start, count, mask in self._runs(hashes, groups)
+            Span(
+                start, count, self._holders(mask), None if pooled is None else self._holders(pooled)
+            )
+            for start, count, mask, pooled in self._runs(hashes, groups)
         )
 
     def longest_prefix(
@@ -251,7 +261,7 @@ class PrefixIndex:
         """
         reach: dict[int, list[int]] = {}
         alive: dict[int, int] = {}
-        for start, count, mask in self._runs(hashes, groups):
+        for start, count, mask, _ in self._runs(hashes, groups):
             at_head = start == 0
             going: dict[int, int] = {}
             for slot, code in _decode(mask):
@@ -380,22 +390,24 @@ class PrefixIndex:
             del table[value]
             self._entries -= 1
 
-    def _runs(self, hashes: HashArray, groups: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Return (start, count, mask of trusted holders) until nobody holds a chunk."""
+    def _runs(self, hashes: HashArray, groups: Sequence[int]) -> list[_Run]:
+        """Return the runs until nobody holds a chunk."""
         if not len(hashes) or int(hashes[0]) not in self._tables.get(groups[0], {}):
             return []
         values: list[int] = hashes.tolist() if isinstance(hashes, np.ndarray) else list(hashes)
         columns = [
             map(self._tables.get(group, {}).get, values, itertools.repeat(0)) for group in groups
         ]
-        runs: list[tuple[int, int, int]] = []
-        start = 0
+        runs: list[_Run] = []
+        gpu, start = self._all(Medium.GPU), 0
         for masks, run in itertools.groupby(zip(*columns, strict=True)):
             mask = self._credit(masks)
             if not mask:
                 break
             count = len(list(run))
-            runs.append((start, count, mask))
+            bare = tuple(each & ~gpu for each in masks)
+            pooled = None if bare == masks else self._credit(bare)
+            runs.append((start, count, mask, pooled))
             start += count
         return runs
 
@@ -403,8 +415,7 @@ class PrefixIndex:
         """Join the groups' masks: what all have in one medium, and the farthest that one needs."""
         if len(masks) == 1:
             return masks[0] & self._trusted_mask
-        low = (1 << len(self._slots) * BITS) // ((1 << BITS) - 1)
-        gpu, cpu, storage = (low << medium for medium in Medium)
+        gpu, cpu, storage = map(self._all, Medium)
         same = reachable = self._trusted_mask
         for mask in masks:
             near = mask | (mask & gpu) << 1
@@ -415,6 +426,10 @@ class PrefixIndex:
         nearest |= reachable & cpu & ~((reachable & gpu) << 1)
         nearest |= reachable & storage & ~((reachable & cpu) << 1)
         return same | nearest
+
+    def _all(self, medium: Medium) -> int:
+        """Return the mask of all sources in one medium."""
+        return (1 << len(self._slots) * BITS) // ((1 << BITS) - 1) << medium
 
     def _holders(self, mask: int) -> dict[str, Medium]:
         return {

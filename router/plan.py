@@ -2,15 +2,16 @@
 
 The cost of a candidate is its queue plus, range by range of the prompt's chunks, the cheapest of:
 have it in the GPU, load it from the node's host region, fetch it from a tier of the node, pull it
-from a peer, recompute it. Reuse is a prefix: behind the first recomputed chunk all are recomputed,
-so the planner tries every end of a range as the place to cut. Pulls from several sources run side
-by side and cost what the slowest takes, behind what it is already sending; a long range is dealt
-out in pieces to whichever source would be done first. Nothing is pulled from the node itself, from
-a source without credit, or where recomputing is faster.
+from a peer, recompute it. What is on a GPU helps the engine that has it and no other. Reuse is a
+prefix: behind the first recomputed chunk all are recomputed, so the planner tries every end of a
+range as the place to cut. Pulls from several sources run side by side and cost what the slowest
+takes, behind what it is already sending; a long range is dealt out in pieces to whichever source
+would be done first. Nothing is pulled from the node itself, from a source without credit, or where
+recomputing is faster.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import numpy as np
@@ -60,7 +61,8 @@ class Candidate:
     queued_tokens: int = 0
     """Prompt tokens that wait before it, as it reports them; not those reserved with us."""
     gpu_source: str = ""
-    """The name of its own engine's event stream, where it has one."""
+    """The stream that says what its own engine's GPU holds: the engine's own, or its pool's where
+    the pool has no other engine. Empty: what is on GPUs counts for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +197,8 @@ class Costing:
             end = span.start + span.count
             if span.start < expected_chunks < end:
                 head = expected_chunks - span.start
-                spans.append(Span(span.start, head, span.holders))
-                spans.append(Span(expected_chunks, span.count - head, span.holders))
+                spans.append(replace(span, count=head))
+                spans.append(replace(span, start=expected_chunks, count=span.count - head))
             else:
                 spans.append(span)
         if expected_chunks > end:
@@ -205,13 +207,12 @@ class Costing:
 
     def _reuse(self, draft: _Draft, candidate: Candidate, span: Span, *, expected: bool) -> None:
         """Add the cheapest reuse of a span to a draft; nothing if nobody can give it."""
-        holders = span.holders
         size = span.count * self._prompt.chunk_bytes
         load_s = size / self._rates.rate(RateKind.LOAD, candidate.node)
-        if holders.get(candidate.gpu_source) is Medium.GPU:
+        if span.holders.get(candidate.gpu_source) is Medium.GPU:
             draft.ranges.append(PlannedRange(Origin.GPU, span.start, span.count, "", 0.0))
             return
-        local = holders.get(candidate.node)
+        local = span.in_pool(candidate.node)
         if expected or local is Medium.CPU:
             draft.ranges.append(PlannedRange(Origin.HOST, span.start, span.count, "", load_s))
             draft.local_s += load_s
@@ -232,8 +233,10 @@ class Costing:
         """Deal a span out to the peers that hold it. None where none does."""
         peers = [
             source
-            for source, medium in span.holders.items()
-            if medium is Medium.CPU and source != candidate.node and source in self._load.pools
+            for source in span.holders
+            if span.in_pool(source) is Medium.CPU
+            and source != candidate.node
+            and source in self._load.pools
         ]
         if not peers:
             return None

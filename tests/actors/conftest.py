@@ -1,6 +1,9 @@
-"""What the tests with a real Ray share: a network of their own, and patience with a deadline."""
+"""What the tests of actors share: a network of Ray's own, patience with a deadline, helpers."""
 
+import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,19 @@ from kvfabric.actors.quiet import quiet_ray
 from kvfabric.fabric.clock import SystemClock
 
 LOOK_S = 0.02
+
+
+def _load(name: str) -> None:
+    """Make a helper beside this file importable by its name."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+for _name in ("vllm_yard", "vllm_model", "vllm_engine", "vllm_steps"):
+    _load(_name)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfabric.fabric import events
-from kvfabric.fabric.errors import ConfigError
+from kvfabric.fabric.errors import ConfigError, Malformed
 from kvfabric.fabric.events import BlockStored
 from kvfabric.fabric.keys import (
     BlockHasher,
@@ -20,7 +20,14 @@ from kvfabric.fabric.keys import (
     block_extra,
     low64,
 )
-from kvfabric.fabric.types import key_digest, key_group, key_low64
+from kvfabric.fabric.types import (
+    KeyBatch,
+    key_digest,
+    key_group,
+    key_low64,
+    make_key,
+    make_keys,
+)
 
 CAPTURES = Path(__file__).parents[1] / "golden" / "vllm_events"
 PICKLE = BlockHasher(HashAlgorithm.SHA256, None, 16)
@@ -185,3 +192,21 @@ def test_refusals_name_the_field():
         CBOR.chunk_keys(range(64), 32, 0, after=ChainEnd(b"x" * 32, 16))
     assert CBOR.chunk_keys(range(15), 16, 0) == []
     assert low64([]).tolist() == []
+
+
+@given(st.sampled_from([16, 32]), st.integers(0, 20), st.integers(0, (1 << 32) - 1), st.data())
+def test_keys_made_at_once_are_those_made_one_by_one(size, count, group, data):
+    digests = [data.draw(st.binary(min_size=size, max_size=size)) for _ in range(count)]
+    keys = [make_key(digest, group) for digest in digests]
+    batch = KeyBatch(digests, group)
+    assert make_keys(digests, group) == list(batch) == keys
+    assert len(batch) == count
+    assert batch[1:-1] == keys[1:-1]
+    assert [batch[at] for at in range(-count, count)] == keys * 2
+    with pytest.raises(IndexError):
+        batch[count]
+
+
+def test_digests_of_several_lengths_are_no_batch():
+    with pytest.raises(Malformed, match="not all equally long"):
+        KeyBatch([bytes(32), bytes(16)], 0)

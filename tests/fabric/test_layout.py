@@ -19,6 +19,7 @@ from kvfabric.fabric.layout import (
 DENSE = GroupLayout.dense(3, 8, 64, 2, 16)
 MLA = GroupLayout.mla(2, 132, 64)
 STATE = GroupLayout.state(4, (96, 4096), 512)
+OPAQUE = GroupLayout.opaque(2, 4096, 16, 64, "any|tp2")
 
 
 def test_golden_offsets_of_a_dense_chunk():
@@ -56,6 +57,37 @@ def test_golden_ids():
     )
     assert chunk_tokens_text(groups) == "16,4,64,512"
     assert common_tokens(groups) == 512
+
+
+def test_golden_id_and_size_of_an_opaque_chunk():
+    window = GroupLayout.opaque(1, 96, 8, 8, "x", window_tokens=24)
+    assert layout_id([OPAQUE, window]) == (
+        "kvf1:opaque/l2/b4096/k16/xany|tp2/t64,opaque/l1/b96/k8/xx/t8/w24"
+    )
+    assert (OPAQUE.chunk_bytes, window.chunk_bytes) == (4 * 4096, 96)
+    assert (OPAQUE.blocks_per_chunk(16), window.blocks_per_chunk(8)) == (4, 1)
+    assert common_tokens([OPAQUE, window]) == 64
+
+
+def test_an_opaque_group_needs_chunks_as_any_other_does():
+    window = GroupLayout.opaque(1, 96, 8, 16, "x", window_tokens=18)
+    assert OPAQUE.chunks_needed(256) == range(4)
+    assert window.chunks_needed(64) == range(2, 4)
+
+
+def test_an_opaque_block_has_no_inside():
+    for inside in (
+        lambda: OPAQUE.page_bytes,
+        lambda: OPAQUE.page_offset(0),
+        lambda: OPAQUE.head_run(0, Half.K, 0, 1),
+        lambda: OPAQUE.share(0, 2),
+        lambda: OPAQUE.tp_runs(0, 2),
+    ):
+        with pytest.raises(Malformed, match="opaque"):
+            inside()
+    for bad in (8, 32, 64, 0):
+        with pytest.raises(ConfigError, match="block_tokens"):
+            OPAQUE.blocks_per_chunk(bad)
 
 
 def test_heads_are_dealt_out_in_order_and_replicas_take_turns_at_writing():
@@ -139,8 +171,43 @@ def row_bytes_of_a_state() -> GroupLayout:
     )
 
 
+def dense_with_a_tag() -> GroupLayout:
+    return GroupLayout(
+        kind=GroupKind.DENSE,
+        layers=1,
+        chunk_tokens=1,
+        kv_heads=1,
+        head_dim=1,
+        element_bytes=1,
+        tag="x",
+    )
+
+
+def dense_with_blocks() -> GroupLayout:
+    return GroupLayout(
+        kind=GroupKind.DENSE,
+        layers=1,
+        chunk_tokens=1,
+        kv_heads=1,
+        head_dim=1,
+        element_bytes=1,
+        block_tokens=1,
+    )
+
+
 def test_a_shape_that_cannot_be_is_refused_by_its_field():
     bad = [
+        ("tag", dense_with_a_tag),
+        ("block_tokens", dense_with_blocks),
+        ("tag", lambda: GroupLayout.opaque(1, 16, 16, 16, "")),
+        ("tag", lambda: GroupLayout.opaque(1, 16, 16, 16, "a/b")),
+        ("tag", lambda: GroupLayout.opaque(1, 16, 16, 16, "a,b")),
+        ("tag", lambda: GroupLayout.opaque(1, 16, 16, 16, "a:b")),
+        ("layers", lambda: GroupLayout.opaque(0, 16, 16, 16, "a")),
+        ("block_bytes", lambda: GroupLayout.opaque(1, 0, 16, 16, "a")),
+        ("block_tokens", lambda: GroupLayout.opaque(1, 16, 0, 16, "a")),
+        ("chunk_tokens", lambda: GroupLayout.opaque(1, 16, 16, 24, "a")),
+        ("window_tokens", lambda: GroupLayout.opaque(1, 16, 16, 16, "a", window_tokens=0)),
         ("layers", lambda: GroupLayout.dense(0, 1, 1, 1, 1)),
         ("kv_heads", lambda: GroupLayout.dense(1, 0, 1, 1, 1)),
         ("element_bytes", lambda: GroupLayout.dense(1, 1, 1, -2, 1)),
@@ -171,6 +238,6 @@ def test_places_outside_a_group_are_refused():
 
 
 def test_layouts_are_values():
-    for group in (DENSE, MLA, STATE):
+    for group in (DENSE, MLA, STATE, OPAQUE):
         assert pickle.loads(pickle.dumps(group)) == group
         assert hash(group) == hash(pickle.loads(pickle.dumps(group)))

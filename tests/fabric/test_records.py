@@ -10,7 +10,15 @@ import xxhash
 from kvfabric.fabric import records
 from kvfabric.fabric.errors import Corrupt, Malformed
 from kvfabric.fabric.records import SlotRecord, TableHeader
-from kvfabric.fabric.types import ChunkKey, NamespaceId, SlotState, key_group, key_low64, make_key
+from kvfabric.fabric.types import (
+    ChunkKey,
+    KeyBatch,
+    NamespaceId,
+    SlotState,
+    key_group,
+    key_low64,
+    make_key,
+)
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 HEADER = TableHeader(
@@ -179,6 +187,20 @@ def test_identities_are_the_first_bytes_of_records():
     rows, tags = records.lookups_of(RECORD.namespace, keys[:1] * 3)
     assert rows.tobytes() == RECORD.encode()[:56] * 3
     assert tags.tolist() == [tag_by_hand(RECORD.namespace, RECORD.key)] * 3
+
+
+@pytest.mark.parametrize("size", [16, 32])
+@pytest.mark.parametrize("group", [0, 1, (1 << 32) - 1])
+def test_a_batch_of_keys_is_looked_up_as_its_keys(size: int, group: int):
+    digests = [bytes([i]) * (size - 8) + bytes(range(i, i + 8)) for i in range(50)]
+    batch, keys = KeyBatch(digests, group), [make_key(each, group) for each in digests]
+    for many, one in zip(
+        records.lookups_of(RECORD.namespace, batch),
+        records.lookups_of(RECORD.namespace, keys),
+        strict=True,
+    ):
+        assert many.dtype == one.dtype
+        assert many.tolist() == one.tolist()
 
 
 @pytest.mark.parametrize("size", [0, 11, 37, 72])

@@ -70,6 +70,14 @@ class Oracle:
                 found[source] = max(min(one) for one in media)
         return found
 
+    def pooled(self, value, groups, sources):
+        found = {}
+        for source in sources:
+            media = [self.media(source, group, value) - {Medium.GPU} for group in groups]
+            if source not in self.untrusted and all(media):
+                found[source] = max(min(one) for one in media)
+        return found
+
     def common(self, source, value, groups):
         media = [self.media(source, group, value) for group in groups]
         if not all(media):
@@ -170,6 +178,12 @@ def test_equals_a_linear_oracle(steps, prompt, groups):
         assert [
             span.holders for span in index.spans(hashes, groups) for _ in range(span.count)
         ] == holders
+        for span in index.spans(hashes, groups):
+            for value in plain[span.start : span.start + span.count]:
+                pooled = {source: span.in_pool(source) for source in SOURCES}
+                assert {
+                    source: medium for source, medium in pooled.items() if medium is not None
+                } == oracle.pooled(value, groups, SOURCES)
         assert len(holders) == sum(run[1] for run in oracle.spans(plain, groups, SOURCES))
         assert {
             one.source: (one.prefix, one.by_medium) for one in index.longest_prefix(hashes, groups)
@@ -201,7 +215,7 @@ def test_spans_and_prefixes():
         b=[stored([1, 2], "GPU"), stored([3, 4, 5])],
     )
     assert index.spans([1, 2, 3, 4, 5, 6]) == (
-        Span(0, 2, {"a": Medium.CPU, "b": Medium.GPU}),
+        Span(0, 2, {"a": Medium.CPU, "b": Medium.GPU}, {"a": Medium.CPU}),
         Span(2, 1, {"a": Medium.CPU, "b": Medium.CPU}),
         Span(3, 1, {"a": Medium.STORAGE, "b": Medium.CPU}),
         Span(4, 1, {"b": Medium.CPU}),
@@ -238,9 +252,9 @@ def test_clearing_touches_the_gpu_of_one_source_only():
     )
     index.apply("a", [AllBlocksCleared()])
     assert index.spans([1]) == (Span(0, 1, {"a": Medium.CPU}),)
-    assert index.spans([2]) == (Span(0, 1, {"b": Medium.GPU}),)
+    assert index.spans([2]) == (Span(0, 1, {"b": Medium.GPU}, {}),)
     index.apply("a", [stored([2], "GPU"), removed([2], "GPU")])
-    assert index.spans([2]) == (Span(0, 1, {"b": Medium.GPU}),)
+    assert index.spans([2]) == (Span(0, 1, {"b": Medium.GPU}, {}),)
     index.check()
 
 

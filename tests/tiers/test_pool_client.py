@@ -74,6 +74,36 @@ def test_a_pool_that_comes_back_with_a_shorter_lease_is_renewed_in_time(yard) ->
     assert bytes(pair.client.view(held.slot, 8)) == chunk(0)[:8]
 
 
+def gpu_chunks(pair: Pair) -> float:
+    return pair.server.stats()["kvfabric_gpu_chunks"]
+
+
+def test_what_is_on_the_gpu_is_the_pool_s_until_the_client_leaves(pair) -> None:
+    pair.client.tell_gpu(keys(0, 3), [], whole=True)
+    pair.client.tell_gpu(keys(7, 1), keys(0, 1), whole=False)
+    assert gpu_chunks(pair) == 3
+    pair.server.check()
+    with pytest.raises(Malformed, match="group 9"):
+        pair.client.tell_gpu([make_key(bytes(32), 9)], [], whole=False)
+    pair.client.close()
+    until(lambda: gpu_chunks(pair) == 0)
+
+
+def test_who_must_tell_everything_again_is_called_when_it_has_attached(yard) -> None:
+    pair = yard.kept(Pair(yard.config(host={"lease_s": 0.3})))
+    pair.client.tell_gpu(keys(0, 3), [], whole=True)
+    attached: list[int] = []
+    pair.client.on_attach = lambda: attached.append(pair.client.attachments)
+    pair.server.stop(unlink=False)
+    pair.server = PoolServer(yard.config(host={"lease_s": 0.3}), CLOCK)
+    pair.server.start()
+    until(lambda: attached)  # nobody asks anything: the lease is renewed
+    assert attached == [2]
+    assert gpu_chunks(pair) == 0
+    pair.client.tell_gpu(keys(0, 3), [], whole=True)
+    assert gpu_chunks(pair) == 3
+
+
 @pytest.mark.parametrize("endpoint", ["bogus", "/dev/shm/a.sock", "tcp://", ""])
 def test_what_is_no_address_is_said_to_be_none(endpoint) -> None:
     with pytest.raises(ConfigError, match=r"addresses\.client"):

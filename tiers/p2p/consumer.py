@@ -29,7 +29,7 @@ from math import inf
 
 from ...fabric.config import PeerConfig
 from ...fabric.errors import Closed, Conservation, Malformed
-from ...fabric.types import Chunk, Lookup, Released, Reserved
+from ...fabric.types import ANY_NODE, Chunk, Lookup, Released, Reserved
 from ...fabric.wire import (
     BATCH_CHUNKS_MAX,
     Envelope,
@@ -278,7 +278,7 @@ class PullConsumer:
             return
         self._sources.welcomed(source, envelope.epoch, welcome)
         for record in tuple(source.pulls.values()):
-            if record.pull.node != welcome.node:
+            if record.pull.node not in (ANY_NODE, welcome.node):
                 self._finish(record, now_s)
             elif record.state == PullState.WAITING:
                 self._lease(record, now_s)

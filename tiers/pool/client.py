@@ -51,6 +51,8 @@ from ...fabric.wire import (
     Drop,
     GroupGeometry,
     Message,
+    Ok,
+    OnGpu,
     Pin,
     PinReply,
     Release,
@@ -114,7 +116,15 @@ class PoolClient:
         self.client = uuid.uuid4().hex
         self.copier = Copier()
         self.node = ""
+        self.media: tuple[str, ...] = ()
+        """The pool's tiers below host memory, fastest first."""
+        self.peer_endpoint = ""
+        """Where other pools reach this one; empty if it serves none."""
         self.namespace_id = NamespaceId(b"")
+        self.attachments = 0
+        """How often it has attached. Each time the pool knows nothing of the engine's own cache."""
+        self.on_attach: Callable[[], object] = _nobody
+        """Called in whatever thread has attached again. It may not ask the pool."""
         self._closed = threading.Event()
         self._lease_s = 0.0
         self._lease_changed = threading.Event()
@@ -304,6 +314,15 @@ class PoolClient:
             keys, lambda index, slot, _sum: copy_summed(into[index], slot), wait_s, sources
         )
 
+    def tell_gpu(
+        self, stored: Sequence[ChunkKey], removed: Sequence[ChunkKey], *, whole: bool
+    ) -> None:
+        """Say what the engine's own cache gained and lost; see `fabric.wire.OnGpu`.
+
+        If it fails nobody knows whether it arrived: the next one must be `whole`.
+        """
+        self._ask(OnGpu(whole, list(stored), list(removed)), Ok)
+
     def stats(self) -> dict[str, float]:
         """Return the pool's gauges and counts."""
         return self._ask(StatsAsk(), StatsReply).values
@@ -349,6 +368,10 @@ class PoolClient:
     def _on_attached(self, reply: Attached) -> Remapped:
         """Know the pool, and map its memory if it is not the one that is mapped."""
         self.node = reply.node
+        self.attachments += 1
+        self.on_attach()
+        self.media = tuple(reply.media)
+        self.peer_endpoint = reply.peer_endpoint
         if reply.lease_s != self._lease_s:
             self._lease_s = reply.lease_s
             self._lease_changed.set()
@@ -382,3 +405,7 @@ class PoolClient:
                 self._send(Renew())
             except FabricError:
                 continue
+
+
+def _nobody() -> None:
+    return

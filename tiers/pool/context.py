@@ -1,11 +1,12 @@
 """What the parts of one pool share: its books, its memory, who it is, and the world handed in."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ...fabric.clock import Clock
 from ...fabric.metrics import Recorder
 from .directory import Directory
+from .gpu import GpuBook
 
 
 class Memory(Protocol):
@@ -34,3 +35,4 @@ class PoolContext:
     """Pid and start time of the pool's process, which owns the slots of its own jobs."""
     recorder: Recorder
     clock: Clock
+    gpu: GpuBook = field(default_factory=GpuBook)

@@ -30,6 +30,7 @@ from ...fabric.wire import (
     Drop,
     Envelope,
     Ok,
+    OnGpu,
     Pin,
     PinReply,
     Refused,
@@ -72,6 +73,8 @@ class PoolPlace:
     segment_paths: tuple[str, ...]
     slot_bytes: int
     lease_s: float
+    media: tuple[str, ...] = ()
+    peer_endpoint: str = ""
 
 
 class ClientCore:
@@ -87,6 +90,7 @@ class ClientCore:
         self.directory = context.directory
         self.memory = context.memory
         self.fetcher = fetcher
+        self.gpu = context.gpu
         self.recorder = context.recorder
         self.clock = context.clock
         self.epoch = context.directory.epoch
@@ -100,6 +104,7 @@ class ClientCore:
             Pin: self._pin,
             Release: self._release,
             Drop: self._drop,
+            OnGpu: self._on_gpu,
             Renew: self._renew,
             StatsAsk: self._stats,
         }
@@ -188,6 +193,7 @@ class ClientCore:
         for known in [i for i, other in self.sessions.items() if other.client == attach.client]:
             self.fetcher.leave(known)
             self.directory.unpin(attach.client)  # it may never have heard of some of them
+            self.gpu.leave(attach.client)
             del self.sessions[known]
         self.sessions[identity] = session
         self.directory.open_owner(
@@ -204,12 +210,15 @@ class ClientCore:
             list(self.place.segment_paths),
             self.place.slot_bytes,
             self.place.lease_s,
+            list(self.place.media),
+            self.place.peer_endpoint,
         )
 
     def _forget(self, identity: bytes, session: Session) -> None:
         del self.sessions[identity]
         self.fetcher.leave(identity)
         self.directory.owner_gone(session.client)
+        self.gpu.leave(session.client)
 
     def _reserve(self, session: Session, _request: int, body: Body) -> Body | None:
         assert isinstance(body, Reserve)
@@ -233,7 +242,7 @@ class ClientCore:
             group = int.from_bytes(tail, "big")
             length = self.namespaces.chunk_bytes(namespace, group)
             if length is None:
-                raise Malformed("reserve", f"cache group {group} was not named at attach")
+                raise Malformed("keys", f"cache group {group} was not named at attach")
             of[tail] = length
         return [of[tail] for tail in tails]
 
@@ -293,6 +302,20 @@ class ClientCore:
         if corrupt:
             self.recorder.count("kvfabric_checksum_failures_total", len(corrupt), path="host")
             self.directory.drop(corrupt)
+        return Ok()
+
+    def _on_gpu(self, session: Session, _request: int, body: Body) -> Body | None:
+        assert isinstance(body, OnGpu)
+        stored = _keys(body.stored + body.removed)[: len(body.stored)]
+        self._lengths(session.namespace, stored)
+        refused = self.gpu.tell(
+            session.client,
+            session.namespace,
+            whole=body.whole,
+            stored=stored,
+            removed=_keys(body.removed),
+        )
+        self.recorder.count("kvfabric_gpu_chunks_refused_total", refused)
         return Ok()
 
     def _renew(self, _session: Session, _request: int, _body: Body) -> Body | None:

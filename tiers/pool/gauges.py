@@ -10,6 +10,7 @@ from ...fabric.metrics import Recorder
 from ..base import Tier
 from ..p2p.source import PullSource
 from .directory import Directory
+from .gpu import GpuBook
 from .peering import Peering
 
 
@@ -24,6 +25,7 @@ class Gauges:
     def record(
         self,
         directory: Directory,
+        gpu: GpuBook,
         tiers: Sequence[Tier],
         peering: Peering | None,
         source: PullSource | None,
@@ -40,6 +42,7 @@ class Gauges:
             self._recorder.gauge("kvfabric_pool_slots", slots, state=state)
         quarantined = stats.quarantined * self._slot_bytes
         self._recorder.gauge("kvfabric_quarantined_bytes", quarantined)
+        self._recorder.gauge("kvfabric_gpu_chunks", gpu.chunks)
         self._grew("kvfabric_evictions_total", "path", "host", stats.evictions)
         for tier in tiers:
             counters = tier.stats().counters

@@ -96,13 +96,10 @@ class TableReader:
         if len(namespace_id) != NAMESPACE_BYTES:
             raise Malformed("namespace id", f"{len(namespace_id)} bytes, not {NAMESPACE_BYTES}")
         count = len(keys)
-        result = LookupResult(
-            states=np.full(count, Lookup.MISS, np.uint8),
-            slots=np.zeros(count, np.int64),
-            generations=np.zeros(count, np.uint64),
-            checksums=np.zeros(count, np.uint64),
-            lengths=np.zeros(count, np.int64),
-        )
+        columns = np.zeros((4, count), np.uint64)
+        signed = columns.view(np.int64)
+        states = np.full(count, Lookup.MISS, np.uint8)
+        result = LookupResult(states, signed[0], columns[1], columns[2], signed[3])
         if count == 0:
             return result
         identities, tags = lookups_of(namespace_id, keys)
@@ -185,10 +182,14 @@ class _Match:
 def _store(result: LookupResult, lanes: Lanes, match: _Match) -> None:
     """Write the answers of the lanes that were found."""
     ready = (match.states == _READY) & match.found
+    chosen: Lanes | slice = slice(None)
+    at: Lanes | slice = chosen
     if not ready.all():
         result.states[lanes[(match.states == _WRITING) & match.found]] = Lookup.PENDING
-    chosen = np.flatnonzero(ready)
-    at = lanes[chosen]
+        chosen = np.flatnonzero(ready)
+        at = lanes[chosen]
+    elif len(lanes) < len(result.states):
+        at = lanes
     result.states[at] = Lookup.HIT
     result.slots[at] = match.slots[chosen]
     result.generations[at] = match.fields[chosen, _GENERATION]

@@ -140,6 +140,7 @@ class PoolServer:
     def check(self) -> None:
         """Raise `Conservation` if the books do not balance."""
         self._call(self.fetcher.check)
+        self._call(self.context.gpu.check)
 
     def _open_region(self) -> None:
         host = self.config.host
@@ -219,6 +220,8 @@ class PoolServer:
             tuple(self.region.segment_paths),
             self.config.host.slot_bytes,
             self.config.host.lease_s,
+            tuple(tier.name for tier in self.tiers),
+            self.addresses.peer if self.peering is not None else "",
         )
         self.core = ClientCore(place, self.context, self.fetcher)
         self.fetcher.chunk_bytes = self.core.namespaces.chunk_bytes
@@ -384,11 +387,15 @@ class PoolServer:
         return self._call(self._exposition)
 
     def _exposition(self) -> bytes:
-        self._gauges.record(self.directory, self.tiers, self.peering, self.source)
+        self._record()
         return self.recorder.exposition()
 
+    def _record(self) -> None:
+        gpu, tiers = self.context.gpu, self.tiers
+        self._gauges.record(self.directory, gpu, tiers, self.peering, self.source)
+
     def _stats(self) -> dict[str, float]:
-        self._gauges.record(self.directory, self.tiers, self.peering, self.source)
+        self._record()
         return self.fetcher.stats() | self.recorder.values()
 
     def _undo_all(self) -> None:

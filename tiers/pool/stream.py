@@ -1,7 +1,8 @@
-"""What the pool tells the world: changes of the directory and of its tiers, as one event stream.
+"""What the pool tells the world: host region, tiers and the engines' GPUs, as one event stream.
 
-The host region and each tier announce a chunk once when they gain it and once when they lose it.
-The manifest for snapshots is the directory's own content plus what the tiers announced.
+The host region, each tier and each engine announce a chunk once when they gain it and once when
+they lose it. The manifest for snapshots is the directory's own content, what the tiers announced,
+and what the engines said (`gpu`).
 """
 
 from collections import Counter
@@ -23,6 +24,7 @@ class PoolStream:
     def __init__(self, log: EventLog, context: PoolContext, tiers: Sequence[Tier]) -> None:
         self.log = log
         self._directory = context.directory
+        self._gpu = context.gpu
         self._tiers = tuple(tiers)
         self._clock = context.clock
         self._recorder = context.recorder
@@ -43,6 +45,10 @@ class PoolStream:
                     changes.append(
                         self._change(event.namespace, key, tier.medium, removed=event.removed)
                     )
+        changes += [
+            self._change(change.namespace, change.key, Medium.GPU, removed=change.removed)
+            for change in self._gpu.take_changes()
+        ]
         if changes:
             removed = sum(change.removed for change in changes)
             stored = len(changes) - removed
@@ -71,6 +77,8 @@ class PoolStream:
         for namespace, chunk in self._directory.ready_chunks():
             key = chunk.key
             yield Resident(key, Medium.CPU, self.chunk_tokens(namespace, key_group(key)))
+        for namespace, key in self._gpu.residents():
+            yield Resident(key, Medium.GPU, self.chunk_tokens(namespace, key_group(key)))
         for (key, medium), count in self._below.items():
             for _ in range(count):
                 yield Resident(key, medium, UNKNOWN_CHUNK_TOKENS)
